@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import itertools
 import json
 import pydoc
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from ssdctl.errors import (
     NetworkError,
     UsageError,
 )
-from ssdctl.runtime.progress import progress_bar
 
 
 def test_public_names_are_plain_functions_with_help() -> None:
@@ -81,22 +78,16 @@ def test_a_setting_without_its_table_is_refused() -> None:
     ("function", "settings", "subject"),
     [
         (ssdctl.train, {"lr": "fast"}, "fast"),
-        (ssdctl.train, {"batch_size": 0}, "0"),
         (ssdctl.train, {"config": "none.toml"}, "none.toml"),
         (ssdctl.train, {"config": {"train": {"lr": 1}}}, "config: a dictionary"),
         (ssdctl.configure, {"train": {"epoch": 1}}, r"train\.epoch\b"),
         (ssdctl.configure, {"train": {"precision": "fp8"}}, r"^train\.precision: 'fp8'"),
         (ssdctl.load, {"score": float("nan")}, "^score: nan"),
-        (ssdctl.load, {"score": 1.5}, "1.5"),
-        (ssdctl.load, {"nms_iou": -1}, "^nms_iou: -1"),
         (ssdctl.load, {"max_detections": -1}, "^max_detections: -1"),
         (ssdctl.load, {"tile": 100.5}, "100.5"),
         (ssdctl.load, {"device": "cuda:0"}, "^device: 'cuda:0'"),
-        (ssdctl.load, {"precision": "fp8"}, "^precision: 'fp8'"),
         (ssdctl.export, {"format": "tflite"}, "tflite"),
         (ssdctl.export, {"format": "mlperf", "batch": 4}, "batch"),
-        (ssdctl.export, {"batch": 0}, "batch 0"),
-        (ssdctl.export, {"format": "pt2", "int8": True}, "int8"),
         (ssdctl.export, {"batch": 2.5}, r"batch 2\.5"),
         (ssdctl.export, {"calibrate": 10}, "calibrate"),
         (ssdctl.export, {"int8": True, "calibrate": 0}, "calibrate 0"),
@@ -198,18 +189,6 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
         for name in ("metrics", "best"):
             with pytest.raises(UsageError, match=re.escape(str(folder))):
                 getattr(ssdctl.Run(folder), name)
-
-
-def test_progress_is_shown_only_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert list(progress_bar(range(3), total=3, label="counting")) == [0, 1, 2]
-    assert capsys.readouterr().err == ""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(progress_bar(range(3), total=3, label="counting")) == [0, 1, 2]
-    assert "counting" in terminal.getvalue()
 
 
 def test_a_config_keeps_who_set_its_values(shapes: Path) -> None:

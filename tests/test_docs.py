@@ -262,16 +262,6 @@ def answer_to(command: AliasCommand, flag: str, value: str) -> str:
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_first_two_blocks_are_one_command_each() -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
-    assert [block.split() for block in blocks[:2]] == [["scripts/demo"], ["scripts/test"]]
-
-
-def test_at_most_750_words_come_before_the_tables() -> None:
-    before = README[: README.index("\n|")]
-    assert len(before.split()) <= 750
-
-
 def test_images_are_small_and_described() -> None:
     images = re.findall(r'(?:src|srcset)="([^"]+)"', README)
     assert len(images) >= 2

@@ -55,10 +55,7 @@ def refuse(result: Result, code: int, name: str) -> None:
     ("make", "name"),
     [
         (exports.voc_lists, "Annotations/*.xml"),
-        (exports.voc_lists, "ImageSets/Main/train.txt"),
-        (exports.cvat_xml, "annotations.xml"),
         (exports.roboflow_yolo, "data.yaml"),
-        (exports.roboflow_yolo, "train/labels/*.txt"),
         (exports.open_images, "*class*.csv"),
         (small_shapes, "dataset.toml"),
     ],

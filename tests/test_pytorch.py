@@ -202,6 +202,7 @@ def test_the_loss_takes_the_precision_of_the_weights(dtype: torch.dtype) -> None
     assert rounded == fresh.loss(images, targets)  # no constant of the loss was rounded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.6 cannot trace named tuples")
 def test_the_loss_of_fixed_shapes_is_one_graph() -> None:
     tiny = ssdctl.SSD300("tiny", num_classes=3).eval()
@@ -342,7 +343,6 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE.long()], [target()], "int64"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([6])}], "6"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([0])}], "0"),
-        ([IMAGE], [{**target((0, 0, 0, 0)), "boxes": torch.zeros(2, 4)}], "boxes"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "boxes": torch.zeros(4, 1)}], r"boxes \(4, 1\)"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.ones(1, 1).long()}], r"\(1, 1\)"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([1.7])}], "float32"),
@@ -351,7 +351,6 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE + 255], [target()], "255 to 255"),
         ([IMAGE - 1], [target()], "-1"),
         ([IMAGE], [target((5, 1, 2, 8))], "no area"),
-        ([IMAGE], [target((1, 5, 8, 5))], "no area"),
         ([IMAGE], [target((1, float("nan"), 8, 5))], "no area"),
         ([IMAGE], [{**target(), "boxes": in_format("XYXY", (1, 2, 3, 4), (9, 8))}], r"\(9, 8\)"),
     ],

@@ -6,17 +6,9 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Cli, Result
-from PIL import Image
-
-from ssdctl.cli import export
-from ssdctl.cli.command import FITTED
-from ssdctl.config import resolve
-from ssdctl.config.settings import Kind
-from ssdctl.training.small_data import adapt_to_data
 
 
 @pytest.mark.parametrize(
@@ -100,28 +92,6 @@ def test_no_dataset_at_all(
     assert "notes" not in result.err
 
 
-def test_the_image_folder_of_a_dataset(cli: Cli) -> None:
-    for folder in ("bolts/images", "bolts/labels"):
-        Path(folder).mkdir(parents=True)
-    Path("bolts/classes.txt").write_text("bolt\n")
-    Path("bolts/labels/a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
-    Image.new("RGB", (64, 64)).save("bolts/images/a.jpg")
-    result = cli("prepare", "--data", "bolts/images")
-    assert (result.code, "--data bolts?" in result.err) == (3, True)
-    assert cli("prepare", "--data", "bolts").code == 0
-
-
-def test_a_checkpoint_of_another_program(cli: Cli) -> None:
-    import torch
-
-    torch.save({"epoch": 3, "best_fitness": 0.5, "a\x1b[2J" + "b" * 99: 1}, "other.pt")
-    result = cli("evaluate", "other.pt")
-    assert result.code == 5
-    assert "epoch, best_fitness" in result.err
-    assert "\x1b" not in result.err
-    assert "b" * 41 not in result.err
-
-
 def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
     options = ("--data", shapes, "--bs", 4, "--epochs", 10, "--dry-run")
     text = cli("train", *options, "--lr", 1e-3, "--device", "cpu").out
@@ -137,16 +107,6 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
-def test_help_names_the_defaults_that_few_images_change(cli: Cli) -> None:
-    config, _ = adapt_to_data(resolve(environment={}), 2000, world_size=1)
-    changed = {p for p, source in config.sources.items() if source.kind is Kind.RULE}
-    assert changed - {"train.eval_every"} == FITTED
-    text = cli("train", "-h").out
-    assert "[65 on COCO; fitted below 2,500 images]" in text
-    assert "10 times below 2,500 images" in text
-    assert text.index("--data photos") < text.index("/data/coco")
-
-
 def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
     result = cli("train", "--dry-run", "--json", "--bs", 32)
     assert result.code == 0, result.err
@@ -157,26 +117,6 @@ def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
     assert (wrong.code, wrong.out) == (3, "")
     assert "none" in wrong.err
     assert cli("train", "--dry-run", "--fake-data", "--data", "none").code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "told", "is_told"),
-    [
-        ("--steps 20", "--steps 20", False),  # the small-data rule fits its schedule to it
-        ("--steps 20 --preset stable-r34", "--steps 20", True),
-        ("--steps 20 --lr-decay cosine --decay-epochs 1,65", "--steps 20", True),
-        ("--preset stable-r34", "--steps 20", False),
-        ("--steps 20 --fake-data --preset stable-r34", "--steps 20", False),
-        ("--steps 1 --warmup 0st --bs 20", "more than there are images", False),
-        ("--steps 1 --warmup 0st --bs 1000", "more than there are images", True),
-    ],
-)
-def test_a_plan_tells_what_is_unusual(
-    cli: Cli, shapes: Path, options: str, told: str, is_told: bool
-) -> None:
-    result = cli("train", "--data", shapes, "--dry-run", *options.split())
-    assert result.code == 0, result.err
-    assert (told in (result.err if told[0] == "-" else result.out)) == is_told
 
 
 def test_config_commands(cli: Cli) -> None:
@@ -238,45 +178,3 @@ def test_ctrl_c_that_python_wraps_is_an_interrupt(
 
     monkeypatch.setattr("ssdctl.config.render.values", create_class)
     assert cli("config", "show") == Result(130, "", "interrupted\n")
-
-
-@pytest.mark.parametrize(
-    "command", ["models", "config presets", "fetch-weights --list", "download --dry-run"]
-)
-def test_tables_fit_80_columns(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = cli(*command.split()).out
-    assert max(len(line) for line in out.splitlines() if " http" not in line) <= 80
-    assert not set(out) & set("\u2502\u2503\u2501\u2500\u2026")
-
-
-def test_presets_differ_in_each_row(cli: Cli) -> None:
-    recipes = json.loads(cli("config", "presets", "--json").out)
-    lines = [line.split() for line in cli("config", "presets").out.splitlines() if line.strip()]
-    assert min(map(len, lines)) > 1  # no row is empty
-    shown = {words[0] for words in lines}
-    for path in recipes["stable-r34"]:
-        values = {json.dumps(recipe.get(path)) for recipe in recipes.values()}
-        assert (path.partition(".")[2] in shown) == (len(values) > 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "command"),
-    [
-        ("--score-threshold 0.5 --out e.onnx", "predict e.onnx photo.jpg --out drawn"),
-        ("--score-threshold 0.1 --out e.onnx", "predict e.onnx photo.jpg --out drawn"),
-        ("--out noext", None),  # predict would not recognize it
-    ],
-)
-def test_the_command_that_runs_an_onnx_file(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, options: str, command: str | None
-) -> None:
-    def write(_: str, request: export.ExportRequest, *__: Any, **___: Any) -> dict[str, Any]:
-        request.out.touch()
-        return {"source": "best.pt"}
-
-    monkeypatch.setattr(export, "export_checkpoint", write)
-    result = cli("export", "best.pt", "--format", "onnx", *options.split())
-    assert result.code == 0, result.err
-    _, *commands = result.err.split(" ssdctl ")
-    assert [c.strip() for c in commands] == ([command] if command else [])

@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,30 +122,6 @@ def test_a_name_that_cannot_be_written_is_one_message(
     assert end.value.code == 2
     assert err.getvalue().count("error:") == err.getvalue().count("hint:") == 1
     assert "bug" not in err.getvalue()
-
-
-@pytest.mark.parametrize("write", ["warning", "info"])
-def test_messages_wrap_between_words(monkeypatch: pytest.MonkeyPatch, write: str) -> None:
-    _, terminal = replace_streams(monkeypatch, Terminal)
-    path = "/data/" + "a-folder/" * 10 + "x.jpg"
-    text = " ".join(["abcdefghi"] * 20)
-    getattr(Console(), write)(f"{text} {path} {text}")
-    plain = ESCAPES.sub("", terminal.getvalue())
-    assert all(len(line) <= 60 for line in plain.splitlines() if path not in line)
-    assert plain.removeprefix("warning: ").split() == [*text.split(), path, *text.split()]
-
-
-def test_a_path_is_a_link_only_where_terminals_have_links(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    page = tmp_path / "a b" / "report.html"
-    for kind, name, links in ((Terminal, "xterm", 1), (Terminal, "dumb", 0), (io.StringIO, "", 0)):
-        _, err = replace_streams(monkeypatch, kind)
-        monkeypatch.setenv("TERM", name)
-        Console().closing([("report", page)], [])
-        assert err.getvalue().count(page.as_uri()) == links
-        assert ("\033" in err.getvalue()) == bool(links)
-        assert str(page) in " ".join(err.getvalue().split())
 
 
 def test_a_next_command_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,67 +11,40 @@ from conftest import Cli
 
 import ssdctl.cli.main  # noqa: F401  the commands of `click_root`
 from ssdctl.cli.help import click_root
-from ssdctl.cli.option_aliases import find_row
+from ssdctl.cli.option_aliases import find_row, refused_options
+from ssdctl.config.settings import all_settings
 
 TPU = (
     "train --backbone resnet50 --batch-size 64 --warmup 300st --no-cuda --seed 42 --num_cores=1 "
     "--log-interval=16 --num-workers=8 --suppress_loss_report --save checkpoints "
     "--json-summary checkpoints/summary.json --parallel_loader --accumulation=16"
 )
-VOYAGER = (
-    "launch --hpus 8 --cores-per-node 48 --batch-size 128 --log-interval 100 --val-interval 10 "
-    "--use-hpu --hpu-lazy-mode --autocast --warmup 2.619685 --num-workers 12"
-)
-
-
-def test_voyagers_line_needs_no_correction(cli: Cli) -> None:
-    for end in ([], ["--preset", "mlperf-r34", "--end-iteration", "100"]):
-        result = cli(*VOYAGER.split(), *end, "--dry-run", "--json")
-        assert result.code == 0, result.err
-        assert {"--bs=128", "--bf16"} < {*json.loads(result.out)["argv"]}
 
 
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
         ("train --hpus 8 --bs 4", "--hpus: use ssdctl launch --hpus 8"),
-        ("evaluate x.pt --cluster=voyager", "--cluster: use ssdctl launch --cluster voyager"),
         ("launch --cpus 2 -- evaluate --amp x.pt", "--amp: use --bf16 ("),
         ("report --lr .1", "--lr: use ssdctl train --lr .1"),
-        ("train --classes a,b", "--classes: use ssdctl prepare --classes a,b"),
         ("launch --gpus 2 --time 60", "--time: use ssdctl launch --set slurm.time=60"),
         ("train --device 1", "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
-        ("train --mode=eval", "--mode: use ssdctl evaluate"),
         ("train --mode benchmark-training", "--mode: use ssdctl benchmark train"),
-        ("train --evaluation 21 31", "--evaluation: use --eval-at E,E (with commas, and counted"),
         ("train --multistep 43 54", "--multistep: use --decay-epochs 43,54 (with commas"),
-        ("train --nproc_per_node 8", "--nproc_per_node: use ssdctl launch --gpus N ("),
-        ("train --batch-splits 4", "--batch-splits: use --accumulate 4 ("),
-        ("predict --imgsz=640", "--imgsz: leave it out (every image is resized"),
+        ("train --fp32 --bf16", "--bf16 and --fp32"),
+        ("train --use-hpu=3", "does not take a value"),
+        ("launch -np", "--hpus"),
+        ("train -v5", "--log-every 5"),
+        ("launch -v 5", "--log-every 5"),
+        ("train --profile 9012", "--profile 50,53"),
+        ("train --set train.profile=9012", "FIRST,LAST"),
     ],
 )
 def test_a_foreign_option_has_its_replacement(cli: Cli, line: str, instead: str) -> None:
+    """The rest of the table: test_a_line_of_another_program_is_refused_at_once, test_docs.py."""
     result = cli(*line.split())
     assert (result.code, result.out) == (2, "")
     assert instead in result.err
-
-
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("prepare photos", "did you mean --data?"),
-        ("download coco", "did you mean --dest?"),
-        ("train --batchsize 8", "did you mean --bs?"),
-        ("train --learningrate 1", "did you mean --lr?"),
-        ("evaluate x.pt --no-verif", "did you mean --no-verify?"),
-        ("train --slrum", "`ssdctl train --help` lists all options"),
-        ("val", "did you mean 'evaluate'?"),
-    ],
-)
-def test_a_mistyped_line_has_a_hint(cli: Cli, line: str, hint: str) -> None:
-    result = cli(*line.split())
-    assert result.code == 2
-    assert f"\nhint: {hint}" in result.err
 
 
 def test_an_option_with_a_wrong_letter_is_recognized() -> None:
@@ -136,3 +110,88 @@ def test_a_mistake_of_other_programs_has_a_hint(cli: Cli, options: str, hint: st
     Path("there.ckpt-1.index").touch()
     result = cli("train", *options.split(), "--dry-run")
     assert (result.code, result.out, hint in result.err) == (2, "", True), result.err
+
+
+EIGHT_CARDS = ["launch", "--hpus", "8", "--cores-per-node", "48", "--dry-run", "--json"]
+
+
+def ranks_options(cli: Cli, *arguments: str) -> set[str]:
+    """The options that `launch` passes to the ranks' `train`."""
+    result = cli(*EIGHT_CARDS, *arguments)
+    assert result.code == 0, result.err
+    argv = json.loads(result.out)["argv"]
+    return set(argv[argv.index("train") + 1 :]) - {"--device=hpu"}
+
+
+@pytest.mark.parametrize(
+    ("alias", "ours"),
+    [
+        ("-b8", "--bs=8"),
+        ("--ebs 4", "--set=evaluate.batch_size=4"),
+        ("--save_summary_steps 10", "--log-every=10 --tensorboard"),  # TensorFlow's
+        ("--mllog --autocast --out -b", "--mllog=--autocast --out=-b"),  # values, not aliases
+        (  # in users' scripts on Voyager
+            "-d /dataset --batch-size 128 --log-interval 100 --val-interval 10 --use-hpu "
+            "--hpu-lazy-mode --autocast --warmup 2.619685 --num-workers 12",
+            "--data=/dataset --bs=128 --log-every=100 --eval-every=10 --execution=lazy --bf16 "
+            "--warmup=2.619685 --workers=12",
+        ),
+    ],
+)
+def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
+    assert ranks_options(cli, *alias.split()) == set(ours.split())
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+@pytest.mark.parametrize("flag", ["--threshold", "--confidence", "--conf", "--iou"])
+def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:
+    images = ["x.jpg"] if command == "predict" else []
+    result = cli(command, flag, "0.5", "--weights", "absent.pt", *images)
+    assert (result.code, "absent.pt" in result.err) == (2, True)
+    assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
+
+
+def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
+    Path("ssdctl.toml").write_text("[train]\nbs = 1\nbatch_size = 2\n")
+    result = cli("config", "show")
+    assert result.code == 2
+    assert "ssdctl.toml:3" in result.err
+    assert "train.bs" in result.err
+
+
+def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
+    settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
+    flags = [flag for s in settings for flag in s.flags]
+    aliases = [alias.partition("=")[0] for s in settings for alias in s.aliases]
+    removed = {flag for flag in refused_options() if flag not in flags}
+    assert len({*flags, *aliases}) == len([*flags, *aliases])
+    keys = [f"{s.section}.{k}" for s in all_settings().values() for k in (s.name, *s.key_aliases)]
+    assert len(keys) == len(set(keys))
+    words = set(re.findall(r"--[\w-]+", cli("train", "--help").out))
+    assert not words & {*aliases, *removed}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--init", ""], ["--out="], ["--batch-size", ""], ["--model_dir="], ["--set="], [""]],
+    ids=" ".join,
+)
+def test_an_unset_variable_of_a_script_is_refused(cli: Cli, arguments: list[str]) -> None:
+    """`--init "$CKPT"` must not train from random weights."""
+    result = cli("train", "--dry-run", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert "is empty" in result.err
+
+
+def test_an_assignment_may_be_empty(cli: Cli) -> None:
+    """It resets what a config file sets."""
+    Path("ssdctl.toml").write_text('[train]\ninit = "a.pt"\n')
+    result = cli("config", "show", "train.init", "--set", "train.init=", "--json")
+    assert json.loads(result.out)["train.init"]["value"] is None
+    rows = cli(
+        "config", "show", "train.init", "train.seed", "--set", "train.init="
+    ).out.splitlines()
+    assert [row.split()[:2] for row in rows if row.startswith("train.")] == [
+        ["train.init", "-"],
+        ["train.seed", "0"],
+    ]

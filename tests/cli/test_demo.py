@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageColor
 
 from ssdctl.cli import demo
 from ssdctl.config import resolve
@@ -39,29 +37,6 @@ def test_a_demo_evaluates_often_enough_for_curves(steps: int) -> None:
     evaluated = Plan(config, Path(), demo.IMAGES, world_size=1).evaluations_after(0)
     assert demo.EVALUATIONS <= len(evaluated) <= demo.EVALUATIONS + 1
     assert evaluated[-1] == steps
-
-
-def test_an_echoed_command_can_be_pasted() -> None:
-    arguments = ["train", "--data", "my photos", "--quiet", *demo.recipe(520).split()]
-    lines = demo.echoed(arguments).splitlines()
-    assert len(lines) > 2
-    assert all(len(line) <= 80 for line in lines)
-    assert all(line.endswith(" \\") for line in lines[:-1])
-    assert all(line.strip().startswith("--") for line in lines[1:])
-    assert shlex.split(" ".join(lines).replace(" \\ ", " "))[1:] == ["ssdctl", *arguments]
-
-
-def test_the_contact_sheet_shows_four_images(tmp_path: Path) -> None:
-    colors = ["red", "lime", "blue", "yellow"]
-    paths = [tmp_path / f"{color}.png" for color in colors]
-    for color, path in zip(colors, paths, strict=True):
-        Image.new("RGB", (300, 400), color).save(path)
-    demo.write_contact_sheet(paths, tmp_path / "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        width, height = sheet.size
-        points = [(x * width // 4, y * height // 4) for y in (1, 3) for x in (1, 3)]
-        shown = [sheet.getpixel(point) for point in points]
-    assert shown == [ImageColor.getrgb(color) for color in colors]
 
 
 def test_held_out_images_have_several_objects(shapes: Path) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import itertools
 import json
 import os
-import pty
 import random
-import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -25,15 +19,11 @@ from conftest import Cli
 from download.http_server import Reply, Server, file
 from download.zips import tree, zipped
 
-from ssdctl.cli import download
-from ssdctl.cli.console import Console
-from ssdctl.cli.download import fetching
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.model.backbones.resnet import resnet34, tiny
 
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)
-MB = 1_000_000
 WEIGHTS = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(WEIGHTS).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
@@ -129,26 +119,14 @@ def test_a_failure_is_one_message_and_its_code(
     assert "Traceback" not in err
 
 
-def test_a_stall_ends_at_the_timeout(server: Server, cli: Cli) -> None:
-    silent = file(ARCHIVE, head_pause_s=60)
-    file_list = manifest(server.route("/val.zip", silent))
-    begun = time.monotonic()
-    code, _, err = cli("download", "--dest", "d", "--manifest", file_list, "--timeout", "1")
-    assert (code, "timed out" in err or "stalled" in err) == (4, True), err
-    assert time.monotonic() - begun < 5
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--verify", "--dry-run"],
         ["--part", "val", "--manifest", "m.toml"],
         ["--dataset", "shapes", "--part", "val"],
-        ["--dataset", "shapes", "--verify"],
         ["--manifest", "none.toml"],
         ["--mirror", "m.org"],
-        ["--connections", "0"],
-        ["--part", "test"],
         ["--dest", "s3://bucket/coco"],
     ],
 )
@@ -212,50 +190,6 @@ def test_a_complete_download_in_a_read_only_folder(server: Server, cli: Cli) -> 
     Path("data").chmod(0o755)
     assert done.returncode == 5
     assert "val2017/000003.jpg" in done.stderr
-
-
-def test_lines_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fetching(Console(quiet=True)) as progress:
-        progress("a.zip", 1, 2)
-    with fetching(Console()) as progress:
-        for done in range(4):
-            progress("a.zip", done, 100)
-    assert len(capsys.readouterr().err.splitlines()) == 1  # only now and then
-    clock = itertools.count(0, 10)  # seconds
-    monkeypatch.setattr(download, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(download, "LINE_INTERVAL_S", 0)
-    with fetching(Console(), ["a.zip", "b.zip"]) as progress:
-        progress("checking a.zip", 1 * MB, 2 * MB)
-        for done in (10, 50, 60):
-            progress("a.zip", done * MB, 100 * MB)
-        progress("verifying a.zip", 50 * MB, 100 * MB)
-        progress("b.zip", 0, 100 * MB)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["checking a.zip: 1.0 of 2.0 MB", "a.zip (1 of 2): 10.0 of 100.0 MB"]
-    assert lines[3].startswith("a.zip (1 of 2): 60.0 of 100.0 MB, 2.5 MB/s, 0:00:16 left")
-    assert lines[4:] == ["verifying a.zip: 50.0 of 100.0 MB", "b.zip (2 of 2): 0.0 of 100.0 MB"]
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller, terminal_end = pty.openpty()
-    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    monkeypatch.setenv("TERM", "xterm")
-    with open(terminal_end, "w") as terminal:  # noqa: PTH123 - a descriptor
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with fetching(Console(), ["a.zip", "b.zip"]) as progress:
-            progress("a.zip", 10 * MB, 100 * MB)
-            progress("a.zip", 0, 100 * MB)  # from zero
-            progress("unpacking a.zip", 0, 100 * MB)
-            progress("b.zip", 20 * MB, 100 * MB)
-        content = b""
-        while select.select([controller], [], [], 0.2)[0]:
-            content += os.read(controller, 100_000)
-    os.close(controller)
-    output = content.decode()
-    for shown in ("b.zip (2 of 2)", "20.0M/100M", "20%"):
-        assert shown in output
 
 
 @pytest.fixture

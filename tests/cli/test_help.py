@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from conftest import Cli
 
-import ssdctl
 from ssdctl._version import __version__
 from ssdctl.cli.main import click_root
 
@@ -24,20 +23,6 @@ def commands(path: str = "", node: Any = None) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(commands())
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", ["", "config", *COMMANDS])
-def test_pages_fit_the_terminal(
-    cli: Cli, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for flag in ("-h", "--help"):
-        result = cli(*command.split(), flag)
-        assert (result.code, result.err) == (0, "")
-        assert max(map(len, result.out.splitlines())) <= columns
-        for leak in ("<bool>", "<str>", "list[", "()", "the preset's", "\\[", "[bold]", "None"):
-            assert leak not in result.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -58,15 +43,6 @@ def test_a_page_has_a_purpose_examples_and_every_option(cli: Cli, command: str) 
             assert any(re.search(shown, line) for line in flags), flag
 
 
-def test_a_narrow_terminal_breaks_no_word(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = cli("train", "--help").out.split()
-    monkeypatch.setenv("COLUMNS", "45")
-    narrow = cli("train", "--help").out.split()
-    assert [word for word in narrow if word != "#"] == [word for word in wide if word != "#"] or (
-        sorted(narrow) == sorted(wide)  # a comment stands above its example
-    )
-
-
 @pytest.mark.parametrize("command", [name for name, c in COMMANDS.items() if c.short_options])
 def test_short_pages_show_what_matters_and_fit_a_screen(
     cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
@@ -80,18 +56,6 @@ def test_short_pages_show_what_matters_and_fit_a_screen(
     assert named <= {flag.replace("[no-]", "") for flag in shown}
     hidden = [p for p in options if not p.hidden and not named & {*p.opts, *p.secondary_opts}]
     assert f"\n{len(hidden)} more options: ssdctl {command} --help" in page
-
-
-def test_pages_name_switches_and_defaults_and_launch_only_its_own_options(cli: Cli) -> None:
-    assert "--[no-]pack\n" in cli("prepare", "--help").out
-    assert f"[{ssdctl.configure().train.epochs} on COCO; fitted" in cli("train", "--help").out
-    page = cli("launch", "--help").out
-    assert "--hostfile" in page
-    assert "--weight-decay" not in page
-    assert "ssdctl train" in page
-    accepted = cli("launch", "--cpus", "2", "--weight-decay", "0.1", "--dry-run", "--fake-data")
-    assert accepted.code == 0
-    assert "--weight-decay=0.1" in accepted.out
 
 
 @pytest.mark.parametrize("command", ["", "train", "config", "config show"])
@@ -114,28 +78,27 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("line", "error", "hint"),
     [
-        ("tran", "'tran'", "'train'"),
         ("config shw", "'shw'", "'show'"),
+        ("val", "'val'", "'evaluate'"),
+        ("prepare photos", "photos", "--data"),
         ("train --epoch 3", "--epoch", "--epochs"),
+        ("train --batchsize 8", "--batchsize", "--bs"),
         ("train --flux-capacitor", "--flux-capacitor", "ssdctl train --help"),
         ("export", "--format", "--format FORMAT: onnx, "),
         ("download --dest", "--dest", "--dest DIR: "),
         ("push a hf://b/c --samples many", "--samples", "--samples N: "),
-        ("train --loca-rank=3 --local", "--loca-rank", "ssdctl train --help"),
     ],
 )
 def test_a_mistyped_line_gets_one_error_and_a_hint(
-    cli: Cli, line: str, error: str, hint: str | None
+    cli: Cli, line: str, error: str, hint: str
 ) -> None:
     result = cli(*line.split())
     assert (result.code, result.out) == (2, "")
-    first, *rest = result.err.splitlines()
+    first, second = result.err.splitlines()
     assert first.startswith("error: ")
     assert error in first
-    assert len(rest) == (hint is not None)
-    if hint is not None:
-        assert rest[0].startswith("hint: ")
-        assert hint in rest[0]
+    assert second.startswith("hint: ")
+    assert hint in second
 
 
 def test_no_command_shows_the_help_and_fails(cli: Cli) -> None:

@@ -201,6 +201,17 @@ def test_a_preset_sets_its_recipe_and_a_template_follows_it(name: str) -> None:
     assert changed.model.backbone == resolved(("train.preset", other)).model.backbone
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_always_had_its_values(name: str) -> None:
+    """Of all settings, with their sources; those that are added later may be missing."""
+    golden = json.loads((Path(__file__).parents[1] / "golden/settings.json").read_text())
+    now, expected = resolved(("train.preset", name)), {**golden["plain"], **golden[name]}
+    shown = {path: [value, now.sources[path].label] for path, value in values(now).items()}
+    shown = json.loads(json.dumps({path: shown[path] for path in expected}))
+    shown["train.preset"][1] = expected["train.preset"][1]
+    assert shown == expected
+
+
 def test_every_line_of_a_template_can_be_set() -> None:
     set_up = resolved(text=re.sub(r"(?m)^#(\w+ = .)", r"\1", to_template_toml(resolved())))
     assert values(set_up) == values(resolved())

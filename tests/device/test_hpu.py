@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
-from tiny_network import batch, build_training, losses
+from tiny_network import batch, build_training
 
 from ssdctl.device import hpu, open_device
 from ssdctl.distributed import Ranks
@@ -36,34 +35,6 @@ def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(
 def test_eager_steps_are_not_marked(calls: list[str]) -> None:
     build_training(open_device("hpu", execution="eager"))[2]([batch()], 1e-3)
     assert calls == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_compiled_step_is_two_graphs(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
-    """One of the objective, one of guard and update; nothing is compiled again later."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def record(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        graphs.append(graph)
-        return graph.forward
-
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda module, *, backend, **options: compile_module(
-            module, backend=record, fullgraph=True, **options
-        ),
-    )
-    expected = losses(build_training(open_device("cpu"), optimizer=optimizer, clip_grad=1.0)[2])
-    device = open_device("hpu", execution="compile")
-    _, _, step = build_training(device, optimizer=optimizer, clip_grad=1.0)
-    assert losses(step) == pytest.approx(expected, rel=1e-5)
-    assert len(graphs) == 2
-    torch.compiler.reset()
 
 
 def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_network import Tiny, batch, build_training, everything, losses
+from tiny_network import batch, build_training, everything, losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdctl.device import open_device
@@ -89,23 +89,6 @@ def test_a_step_never_waits_for_the_device(accumulate: int, no_autocast: None) -
                 result = step([batches[number]] * accumulate, 1e-3)
                 guard.watch(number, result.is_bad, [])
         assert waits.found == [], device.torch_device
-
-
-def test_a_new_wait_is_detected(no_autocast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Tiny.forward
-
-    def waiting(self: Tiny, images: torch.Tensor) -> Any:
-        images.mean().item()
-        return forward(self, images)
-
-    monkeypatch.setattr(Tiny, "forward", waiting)
-    _, _, step = build_training(CPU)
-    micro_batch = batch()
-    with Waits() as waits:
-        step([micro_batch], 1e-3)
-    assert waits.found == ["aten::_local_scalar_dense"]
-    with pytest.raises(RuntimeError, match="meta"):
-        build_training(Elsewhere())[2]([batch()], 1e-3)
 
 
 @pytest.fixture
@@ -196,37 +179,6 @@ def test_scale_stays_above_its_minimum_and_bad_steps_count_there() -> None:
         scale.adapt(torch.tensor(1.0))
     assert scale.scale.item() == 1
     assert not scale.explains(torch.tensor(2.0))
-
-
-def test_batches_are_copied_one_ahead_and_in_order() -> None:
-    asked: list[str] = []
-
-    class Recording(Elsewhere):
-        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-            asked.append("copy")
-            return super().copy(tensor)
-
-        def wait_for_copies(self) -> None:
-            asked.append("wait")
-
-    def numbered() -> Iterator[Any]:
-        for number in range(3):
-            asked.append(f"batch {number}")
-            yield batch(size=number + 1)
-
-    sizes = []
-    for copied in copy_ahead(numbered(), Recording()):
-        asked.append("step")
-        assert copied.images.device.type == "meta"
-        sizes.append(len(copied.images))
-    assert sizes == [1, 2, 3]
-    one = ["copy"] * 4
-    assert asked == [
-        *("batch 0", "wait", *one),
-        *("batch 1", "wait", *one, "step"),
-        *("batch 2", "wait", *one, "step"),
-        *("wait", "step"),
-    ]  # fmt: skip
 
 
 def test_a_host_buffer_is_read_before_the_next_batch_is_decoded_into_it() -> None:

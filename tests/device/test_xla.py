@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_network import Tiny, batch, build_training
+from tiny_network import batch, build_training
 
 from ssdctl.device import Device, open_device
 from ssdctl.distributed import SINGLE_PROCESS
@@ -41,27 +40,6 @@ def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer:
         result = step([batch()], 1e-3)
     assert xla.counters()["compiles"] == after["compiles"]
     assert xla.counters()["pulls"] == after["pulls"]
-
-
-def test_a_new_wait_or_a_new_shape_is_detected(
-    xla: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, step = build_training(xla)
-    for number in range(2):
-        step([batch(seed=number)], 1e-3)
-    before = xla.counters()
-    step([batch(size=3)], 1e-3)
-    assert xla.counters()["compiles"] > before["compiles"]
-    forward = Tiny.forward
-
-    def waiting(self: Tiny, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        images.mean().item()
-        return forward(self, images)
-
-    monkeypatch.setattr(Tiny, "forward", waiting)
-    before = xla.counters()
-    step([batch()], 1e-3)
-    assert xla.counters()["pulls"] > before["pulls"]
 
 
 def test_fp32_is_fp32(xla: Device) -> None:

@@ -87,39 +87,6 @@ def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPat
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
 
 
-def test_no_line_crosses_a_label() -> None:
-    """The second box's line passes where the first one's label is."""
-    first, second = Labeled((50, 100, 300, 300), "first"), Labeled((60, 90, 350, 390), "second", 2)
-    alone = np.asarray(drawn((400, 400), [first]))
-    both = np.asarray(drawn((400, 400), [first, second]))
-    rows, columns = np.nonzero((alone[:96] != GRAY).any(axis=2))
-    label = (slice(rows.min(), rows.max() + 1), slice(columns.min(), 85))
-    assert rows.min() < 88  # the label; the second box has its upper line at 90
-    assert np.array_equal(alone[label], both[label])
-
-
-@pytest.mark.parametrize("background", ["white", "black", PALETTE[2]])
-def test_a_box_is_visible_on_any_background(background: str) -> None:
-    box = Labeled((20, 20, 80, 80), "a", 3)
-    result = np.asarray(drawn((100, 100), [box], background, **BOX_ONLY)).astype(int)
-    distance = np.abs(result - np.array(ImageColor.getrgb(background))).max(axis=2)
-    assert distance[50, 15:25].max() > 60
-
-
-def test_lines_and_text_grow_with_the_image() -> None:
-    """As shares of the image they stay similar; on small ones the text stays readable."""
-    shares, heights = [], []
-    for factor in (0.25, 1, 6):
-        width, height = int(640 * factor), int(480 * factor)
-        box = Labeled((width * 0.3, height * 0.3, width * 0.7, height * 0.7))
-        shares.append(pixels_of(drawn((width, height), [box], **BOX_ONLY), 1) / (width * height))
-        labeled = np.asarray(drawn((width, height), [box]))
-        rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
-        heights.append(int(rows.sum()))
-    assert 10 <= heights[0] < heights[1] < heights[2]
-    assert shares[2] == pytest.approx(shares[1], rel=0.3)
-
-
 def test_style_hides_names_and_scores_and_sets_the_line() -> None:
     styles = ({}, {"scores": None}, BOX_ONLY, {**BOX_ONLY, "line_width": 9})
     box = [Labeled((50, 50, 250, 250))]

@@ -12,16 +12,13 @@ import pytest
 import reference
 from conftest import Cli
 from data.samples import sample
-from helpers import install_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
 
-from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.errors import UsageError
 from ssdctl.input.augmentations import (
     STREAMS,
     Boxes,
@@ -164,12 +161,6 @@ def test_a_crop_keeps_the_boxes_with_their_center_in_it(batch: Boxes, draw: np.n
     check_kept(cropped(np.concatenate([low, low + size], 1), batch), batch)
 
 
-def test_many_boxes_keep_their_order() -> None:
-    corner = np.random.default_rng(0).uniform(0, 0.9, (1, 93, 2))
-    boxes = Boxes(np.concatenate([corner, corner + 0.1], -1), np.arange(1, 94)[None])
-    check_kept(cropped(np.array([[0.2, 0.2, 0.8, 0.7]]), boxes), boxes)
-
-
 def test_flip() -> None:
     view = cropped(np.array([[0.25, 0.0, 1.0, 1.0]]), padded([(0.25, 0.25, 0.625, 1.0)], 1))
     yes = np.array([True])
@@ -257,28 +248,6 @@ def test_half_of_the_samples_are_zoomed_out_and_filled(split: Split) -> None:
     filled = (images == np.array(FILL_RGB, np.uint8)).all(axis=3).mean(axis=(1, 2))
     assert (filled > 0.2).any()
     assert (filled < 0.01).any()
-
-
-def test_another_package_adds_an_augmentation(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The flip under another name has random numbers of its own."""
-    content = (
-        "from ssdctl.input.augmentations import View\n"
-        "from ssdctl.input.augmentations.ssd import draw_mirrored as draw, mirror as apply\n"
-    )
-    entries = "[ssdctl.augmentations]\nother = elsewhere\nempty = elsewhere:View\n"
-    install_package(tmp_path, monkeypatch, "elsewhere", content, entries)
-    resolve(overrides=[Override("train.augment", "crop,other", ASSIGNMENT)])
-    names = ("flip", "other", "crop,other", "ssd")
-    plan = ZOOM._replace(batch_size=64)
-    flips = [TrainLoader(split, plan._replace(augment=n)).draw(0).view.flip for n in names]
-    assert all(16 < flipped.sum() < 48 for flipped in flips)
-    assert np.array_equal(flips[1], flips[2])
-    assert not np.array_equal(flips[0], flips[1])
-    assert np.array_equal(flips[0], flips[3])
-    with pytest.raises(UsageError, match=r"empty.*draw"):
-        TrainLoader(split, plan._replace(augment="empty")).draw(0)
 
 
 def test_an_unknown_name_is_refused(cli: Cli, tmp_path: Path) -> None:

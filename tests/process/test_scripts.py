@@ -89,31 +89,6 @@ def test_no_network(clone: Path, tools: Path) -> None:
     assert "PIP_INDEX_URL" in lines[1]
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small disk"
-)
-def test_full_disk(clone: Path, tools: Path, tmp_path: Path) -> None:
-    add_python(tools)
-    script = (
-        'mount -t tmpfs -o size=2m none "$1" || exit 77; cp -r "$0"/* "$1"; exec "$1/scripts/demo"'
-    )
-    small = tmp_path / "small disk"
-    small.mkdir()
-    arguments = ["unshare", "--mount", "bash", "-c", script, str(clone), str(small)]
-    done = subprocess.run(
-        arguments,
-        env={"HOME": str(tmp_path), "PATH": f"{tools}:/usr/bin:/bin:/usr/sbin:/sbin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode in (1, 77) and "scripts/demo" not in done.stderr:
-        pytest.skip(f"no private mount here: {done.stderr}")
-    assert done.returncode == 2
-    assert "disk is full" in done.stderr.splitlines()[-1]
-    assert str(small) in done.stderr.splitlines()[-1]
-
-
 def test_a_second_start_installs_nothing(clone: Path, tools: Path) -> None:
     add_python(tools)
     subprocess.run([tools / "python3", "-m", "venv", "--without-pip", clone / ".venv"], check=True)

@@ -45,32 +45,17 @@ def make_run(folder: Path, *lines: bytes) -> Path:
     return folder
 
 
-DAMAGED = [
-    *(b"7", b"[1, 2]", b'"text"', b"null", b"true", b"{}"),
-    *(b'{"kind": "train"', b'{"kind": "train"}', b'{"kind": 7, "step": 4, "epoch": 1}'),
-    b'{"kind": "train", "step": "4", "epoch": 1, "loss": 1, "images_per_second": 1}',
+DAMAGED = [  # more: fuzz/targets.py
+    *(b"7", b"null", b"{}", b'{"kind": "train"', b'{"kind": 7, "step": 4, "epoch": 1}'),
     b'{"kind": "train", "step": true, "epoch": 1, "loss": 1, "images_per_second": 1}',
     b'{"kind": "train", "step": -1, "epoch": 1, "loss": 1, "images_per_second": 1}',
-    b'{"kind": "train", "step": 4, "epoch": null, "loss": 1, "images_per_second": 1}',
-    b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": 1}',
     b'{"kind": "train", "step": 4, "epoch": 1, "loss": 1}',
     b'{"kind": "train", "step": 1e400, "epoch": 1}',
-    b'{"kind": "eval", "step": 4, "epoch": 1}',
-    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": "0.9", "AP50": 0.9, "AP75": 0.9}',
     b'{"kind": "eval", "step": 4, "epoch": 1, "AP": NaN, "AP50": 0.9, "AP75": 0.9}',
-    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}, "AP75": 0.9}',
-    b'{"kind": "event", "step": 4, "epoch": 1}',
-    b'{"kind": "event", "step": 4, "epoch": 1, "event": ["x"]}',
-    b'{"kind": "event", "step": 4, "epoch": 1, "event": "class_ap", "AP": [1]}',
     b'{"kind": "event", "step": 4, "epoch": 1, "event": "class_ap", "AP": {"ball": "x"}}',
     b'{"kind": "event", "step": 4, "epoch": 1, "event": "started", "time": "now"}',
-    b'{"kind": "event", "step": 4, "epoch": 1, "event": "finished", "total_s": "7"}',
-    b'{"kind": "other", "step": 4, "epoch": 1}',
     b'{"kind": "event", "step": 4, "epoch": 1, "event": "\xff\xfe"}',
-    b"\xff\xfe\x00",
-    b"[" * 100_000,
     b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"kind": "train", "step": 1' + b"0" * 400 + b', "epoch": 1}',
 ]
 
 
@@ -152,32 +137,6 @@ def test_another_environment_is_refused(tmp_path: Path, cli: Cli) -> None:
     refuse(cli, run, "environment.json")
 
 
-def test_curves_have_two_points_that_exist(tmp_path: Path, cli: Cli) -> None:
-    run = make_run(
-        tmp_path / "run",
-        b'{"kind": "train", "step": 3, "epoch": 1, "loss": -1, "images_per_second": 1}',
-    )
-    loss, *_ = script_data(report(cli, run))["charts"]
-    assert loss["lines"][0]["y"] == [3, 1.5, 1]
-    first = (run / "metrics.jsonl").read_bytes().splitlines()[0]
-    (run / "metrics.jsonl").write_bytes(first + b"\n")
-    assert script_data(report(cli, run))["charts"] == []
-
-
-def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """Curves of other lengths than those of an evaluation."""
-    folder = tmp_path / "run"
-    evaluated(folder, shapes, cli)
-    content = json.loads((folder / "evaluation.json").read_text())
-    first, second, third, *_ = content["per_class"]
-    first["scores"] = first["scores"][:3]
-    second["precision"] = [0.5]
-    third["precision"], third["scores"] = [], []
-    content["curves"] = {"0.50": [1], "x": []}
-    (folder / "evaluation.json").write_text(json.dumps(content))
-    assert report(cli, folder)
-
-
 def test_any_class_name_is_drawn() -> None:
     for name in HOSTILE:
         label = one_line(name)
@@ -205,16 +164,6 @@ def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = No
     assert result.code == 0, result.err
     assert json.loads(result.out)["AP"] == pytest.approx(1)
     return data
-
-
-def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    names = ["a\nb", "$\\frac{$", "\u4e2d\u6587", "\x1b[31mred", "x" * 5000]
-    folder = tmp_path / "$\\alpha$ \u4e2d"
-    evaluated(folder, shapes, cli, names)
-    other = make_run(tmp_path / "_$x_\u4e2d")
-    result = cli("report", folder, other, "--out", tmp_path / "both.html")
-    assert result.code == 0, result.err
-    assert (tmp_path / "both.html").read_text().count("<figure>") == 9
 
 
 def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from conftest import Cli
-from helpers import run_ranks, start_script
 
 from ssdctl.benchmark import train
 from ssdctl.benchmark.train import timed
@@ -109,13 +108,3 @@ def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
     assert calls[:3] == ["wait", "work", "wait"]
     assert calls[-1] == "wait"
     assert calls.count("wait") == waits
-
-
-@pytest.mark.slow
-def test_ranks_report_their_scaling_efficiency() -> None:
-    script = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
-    ranks = run_ranks(2, script, *OPTIONS, "--fake-data", start=start_script)
-    assert [(rank.code, bool(rank.out)) for rank in ranks] == [(0, True), (0, False)], ranks
-    metrics = json.loads(ranks[0].out)
-    assert metrics["world_size"] == 2
-    assert 0.1 < metrics["scaling_efficiency"] < 1.5

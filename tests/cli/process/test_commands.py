@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Cli
@@ -20,10 +19,6 @@ from PIL import Image
 import ssdctl
 from ssdctl.checkpoint import file
 from ssdctl.checkpoint.format import check_zip
-from ssdctl.cli import demo
-from ssdctl.config.resolve import resolve
-from ssdctl.runtime import hardware
-from ssdctl.runtime.system import processor
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
 
@@ -79,10 +74,6 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert again.code == 0, again.err
     assert json.loads(again.out)["AP"] == metrics["AP"]
     assert json.loads(again.out)["detections"] == metrics["detections"]
-    twice = cli("evaluate", written, "--data", root[1], "--detections", "copy.json")
-    assert (twice.code, Path("copy.json").exists()) == (2, False)
-    assert "--detections" in twice.err
-    assert cli("evaluate", checkpoint, "--detections", ".", *low).code == 2
     refused = cli("evaluate", checkpoint, "--report", written, *low)
     assert (refused.code, refused.out) == (6, "")
     nothing = cli("evaluate", checkpoint, "--score-threshold", 1, "--json", "--device", "cpu")
@@ -110,23 +101,6 @@ def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -
     assert "using data/coco" in result.err
 
 
-def test_scored_images_can_be_selected(cli: Cli, checkpoint: Path, dataset: Path) -> None:
-    path = dataset / "annotations/instances_val2017.json"
-    document = json.loads(path.read_text())
-    first, second = (image["id"] for image in document["images"][:2])
-    kept = [a for a in document["annotations"] if a["image_id"] not in (first, second)]
-    path.write_text(json.dumps({**document, "annotations": kept}))
-    Path("d.json").write_text("[]")
-    for what in (["d.json"], [checkpoint, "--device", "cpu"]):
-        counted = []
-        for more in ([], ["--annotated-only"], ["--annotated-only", "--limit", 3]):
-            result = cli("evaluate", *what, "--data", dataset, "--json", *more)
-            assert result.code == 0, result.err
-            counted.append(json.loads(result.out)["images"])
-        assert counted == [9, 7, 3]
-    assert "2 without objects skipped" in " ".join(result.err.split())
-
-
 def test_a_checkpoint_that_training_deletes_is_left_out(
     cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +120,7 @@ def test_a_checkpoint_that_training_deletes_is_left_out(
     assert names == ["best.pt", "step-00000003.pt"]
 
 
-def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path, shapes: Path) -> None:
+def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     """The best checkpoint, or every one with --all."""
     shutil.copytree(tiny_run, "run")
     checkpoints = Path("run/checkpoints")
@@ -160,39 +134,8 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     names = [Path(entry["checkpoint"]).name for entry in entries]
     assert names == ["best.pt", "step-00000002.pt", "step-00000003.pt"]
     assert entries[0] == best
-    table = cli("evaluate", "run", "--all", *options)
-    assert table.code == 0, table.err
-    assert [table.out.count(name) for name in names] == [1, 1, 1]
-    assert max(map(len, table.out.splitlines())) <= 80
-    named = cli("evaluate", "run", "--data", shapes, *options)
-    assert f"--data {shapes} --report" in named.err
     refused = cli("evaluate", checkpoints / "best.pt", "--all", *options)
     assert (refused.code, refused.out) == (2, "")
-
-
-def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    low = ("--device", "cpu", "--limit", 3, "--score-threshold", 0.02)
-    result = cli("evaluate", tiny_run, *low)
-    assert result.code == 0, result.err
-    first, *others = result.out.splitlines()
-    metrics = json.loads(cli("evaluate", tiny_run, "--json", *low).out)
-    objects = sum(entry["objects"] for entry in metrics["per_class"])
-    for shown in (f"AP {metrics['AP']:.3f}", "3 images", f"{objects} objects", "fp32"):
-        assert shown in first
-    text = "\n".join(others)
-    for entry in (*metrics["per_class"], *metrics["errors"]):
-        assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
-    assert "0.02" in text  # the score threshold
-    assert max(map(len, others)) <= 80
-    assert re.search(r"^class +AP +AP50 +AP[sml] .*objects$", text, re.MULTILINE)
-    monkeypatch.setenv("COLUMNS", "60")  # too few for the sizes
-    assert re.search(
-        r"^class +AP +AP50 +objects$", cli("evaluate", tiny_run, *low).out, re.MULTILINE
-    )
-    assert "--report evaluation" in result.err
-    quiet = cli("evaluate", tiny_run, "-q", *low)
-    assert (quiet.out, quiet.err) == (first + "\n", "")
 
 
 def test_evaluate_computes_in_the_precision_of_the_run(cli: Cli, checkpoint: Path) -> None:
@@ -224,12 +167,16 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
         assert (done.code, f"{name}: " in done.err) == (0, has_warning)
 
 
-@pytest.mark.slow
-def test_benchmark_of_compiled_data(cli: Cli) -> None:
-    done = cli("benchmark", "data", "--execution", "compile", "--seconds", 0.3, "--json")
-    metrics = json.loads(done.out)
-    assert metrics["images_per_second_full"] > 0
-    assert metrics["execution"] == ("eager" if "not compiled" in done.err else "compile")
+def test_export_to_nvidias_format(cli: Cli) -> None:
+    import torch
+
+    ssdctl.SSD300("tiny", 3, "batch").save("own.pt", class_names=["a", "b"])
+    result = cli("export", "own.pt", "--format", "nvidia", "--out", "epoch_1.pt")
+    assert (result.code, "81" in result.err) == (0, True)  # other classes than COCO's
+    exported = torch.load("epoch_1.pt", weights_only=True)
+    assert set(exported) == {"model", "label_map"}
+    assert "feature_extractor.feature_extractor.0.weight" in exported["model"]
+    assert cli("export", "own.pt", "--format", "mlperf", "--out", "x.pt").code == 2
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
@@ -249,7 +196,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
 def test_output_to_a_full_disk() -> None:
     """A lost result is a disk error; lost messages on stderr are not."""
     with Path("/dev/full").open("w") as full:
-        for options in (["config", "show"], ["config", "show", "--json"], ["--help"]):
+        for options in (["config", "show", "--json"], ["--help"]):
             done = process(*options, stdout=full, stderr=subprocess.PIPE)
             assert done.returncode == 6
             assert "no space left while writing standard output" in done.stderr
@@ -257,9 +204,7 @@ def test_output_to_a_full_disk() -> None:
         assert process("config", "show", "nothing", stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize(
-    "command", ["config schema", "--help", "train --help", "config show --json"]
-)
+@pytest.mark.parametrize("command", ["--help", "config show --json"])
 def test_a_closed_stdout_is_one_that_cannot_be_written(command: str) -> None:
     """As with `| head`: no message, and not the exit code of a bug."""
     read, write = os.pipe()
@@ -290,19 +235,7 @@ def test_streams_that_the_caller_closed(closed: str) -> None:
     assert ("train.epochs" in done.stdout) == (closed == "2>&-")
 
 
-@pytest.mark.slow(in_ci=True)
-def test_interrupt_causes_no_traceback() -> None:
-    command = [*SSDCTL, "benchmark", "data", "--seconds", "60"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert running.stderr is not None
-    assert "generated shapes" in running.stderr.readline()
-    running.send_signal(signal.SIGINT)
-    _, words = running.communicate(timeout=60)
-    assert running.returncode == 130, words
-    assert "Traceback" not in words
-
-
-@pytest.mark.parametrize("module", ["ssdctl.cli", "typer", "ssdctl.config.settings", "rich"])
+@pytest.mark.parametrize("module", ["ssdctl.cli", "ssdctl.config.settings"])
 def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "show"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -331,10 +264,6 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
             assert outer.wait(30) == 128 + signal.SIGTERM
         finally:
             outer.kill()
-
-
-def test_the_rate_is_measured_on_this_machine() -> None:
-    assert 1e-3 <= demo.seconds_per_step(resolve(environment={})) < 60
 
 
 DEAD = "0123456789ab.999999999.tmp"
@@ -378,9 +307,7 @@ def folder(tiny_run: Path) -> Path:
     return Path("runs")
 
 
-def test_runs_are_listed_with_the_newest_first(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_listed_with_the_newest_first(cli: Cli, folder: Path) -> None:
     entries = json.loads(cli("runs", "--json").out)
     assert [e["path"] for e in entries] == [
         "runs/broken", "runs/sweep/deep", "runs/new", "runs/old",
@@ -392,11 +319,7 @@ def test_runs_are_listed_with_the_newest_first(
     assert "running" in deep["state"]
     assert new["state"] == old["state"] == ""
     assert "config.toml" in entries[0]["state"]
-    monkeypatch.setenv("COLUMNS", "80")
-    table = cli("runs", folder)
-    assert table.code == 0
-    lines = table.out.splitlines()
-    assert max(map(len, lines)) <= 80
+    lines = cli("runs", folder).out.splitlines()
     assert all(any(e["path"] in line for line in lines) for e in entries)
     assert json.loads(cli("runs", "runs/sweep", "--json").out) == [deep]
     assert cli("runs", "absent").code == 2
@@ -423,25 +346,6 @@ def test_a_plan_names_the_time_at_the_speed_of_a_similar_run(cli: Cli, folder: P
         ["--backbone", "resnet18", f"--{precision}"],
     ):
         assert "img/s" not in time(*options)
-
-
-def test_a_plan_settles_the_precision_as_the_run_would(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def device(*options: str) -> str:
-        result = cli("train", "--data", "absent", "--fake-data", "--dry-run", *options)
-        return next(line for line in result.out.splitlines() if line.startswith("device"))
-
-    best = "bf16" if processor()[1] else "fp32"
-    assert device("--device", "cpu").endswith(f"precision {best}")
-    assert device("--device", "cpu", "--preset", "nvidia-r50").endswith(f"precision {best}")
-    assert device("--device", "hpu").endswith("precision bf16")
-    assert device("--fp16").endswith("precision fp16")  # maybe for another machine
-    monkeypatch.setattr(hardware, "find_hardware", hardware.Hardware)
-    other = cli("train", "--data", "absent", "--fake-data", "--dry-run", "--fp16")
-    assert (other.code, "cpu, the device" in other.err) == (0, True)
-    refused = cli("train", "--fake-data", "--dry-run", "--device", "cpu", "--fp16")
-    assert (refused.code, refused.out) == (2, "")
 
 
 def test_commands_use_the_newest_run(cli: Cli, folder: Path) -> None:

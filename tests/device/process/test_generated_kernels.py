@@ -28,7 +28,7 @@ def run(script: str, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow(in_ci=True)
+@pytest.mark.slow
 def test_the_parts_of_a_step_without_a_backbone_are_right() -> None:
     """Interpreted, with every form of model/fused.py: as close to fp64 as PyTorch's own kernels."""
     rows = {row["name"]: row for row in run("run_kernels.py", "--parts")}

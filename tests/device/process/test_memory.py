@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +35,7 @@ from ssdctl.training.memory import (
 from ssdctl.training.plan import Plan
 
 R18 = Architecture("resnet18", "none", 6)
+TINY = Architecture("tiny", "none", 6)
 
 
 def settings(**values: object) -> Config:
@@ -125,7 +123,7 @@ class Card(Cpu):
 
 def auto(device: Cpu) -> int:
     config = resolve(environment={"HOME": "/"}).train
-    return largest_batch(config, R18, device, SINGLE_PROCESS, "fp32")
+    return largest_batch(config, TINY, device, SINGLE_PROCESS, "fp32")
 
 
 class Step:
@@ -158,23 +156,15 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
 
 @pytest.mark.slow(in_ci=True)
 def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(steps: type[Step]) -> None:
-    # 0.9 x 2 GB less the 500 MB that are always held: 130 images of 10 MB, in eights.
-    assert auto(Card(2_000_000_000)) == 128
-    assert auto(Card(600_000_000)) == 4
-    with pytest.raises(UsageError, match="does not fit"):
-        auto(Card(400_000_000))
-    with pytest.raises(UsageError, match="memory"):
-        auto(Card(None))
-
-
-@pytest.mark.slow(in_ci=True)
-def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -> None:
+    """The probes are small enough for the memory."""
+    # 0.9 x 80 GB less the 500 MB that are always held: 7150 images of 10 MB, in eights.
     assert auto(Card(80_000_000_000)) == 7144
     assert steps.sizes == [16, 16, 48, 48]
-    steps.sizes.clear()
+    assert auto(Card(600_000_000)) == 4
     with pytest.raises(UsageError, match="does not fit"):  # not even the probes
         auto(Card(50_000_000))
-    assert steps.sizes == [2, 2, 6]
+    with pytest.raises(UsageError, match="memory"):
+        auto(Card(None))
 
 
 @pytest.mark.slow(in_ci=True)
@@ -231,29 +221,3 @@ def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
     assert "--bs 48" in hint
     assert "--accumulate 5" in hint
     assert "--bs auto" in hint
-
-
-@pytest.mark.slow
-def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) -> None:
-    """A run under a limit on its addresses, with a batch far beyond it."""
-    code = (
-        "import resource, sys, torch, torchvision\n"
-        "from ssdctl.cli.main import main\n"
-        "import ssdctl.training.setup\n"
-        "held = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmSize')][0]\n"
-        "limit = held * 1024 + 3_000_000_000\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "main(sys.argv[1:])\n"
-    )
-    options = TINY_RUN.replace("--bs 2", "--bs 96").split()
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", "--data", shapes, "--out", tmp_path / "run",
-         "--steps", "1", *options],
-        capture_output=True, text=True, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "out of memory on device cpu" in done.stderr
-    assert "would fit" in done.stderr
-    assert "Traceback" not in done.stderr
-    suggested = int(done.stderr.partition("--bs ")[2].partition("--bs ")[2].split()[0])
-    assert 1 <= suggested <= 48

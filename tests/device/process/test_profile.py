@@ -7,12 +7,10 @@ from pathlib import Path
 
 from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
 from ssdctl.distributed import SINGLE_PROCESS
-from ssdctl.training.throughput import StepProfiler, waits
+from ssdctl.training.throughput import StepProfiler
 
 CPU = open_device("cpu")
 
@@ -45,18 +43,6 @@ def test_profile_ends_with_the_run(tmp_path: Path) -> None:
         profiler.after(number, is_last=number == 3)
         assert (tmp_path / "trace.json").exists() == (number == 3)
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
-    rows = []
-    for where, end_us in ((DeviceType.CPU, 5000), (DeviceType.CUDA, 3000)):
-        event = FunctionEvent(
-            0, "wait: next batch", 1, 0, end_us, use_device="cuda", device_type=where,
-            is_user_annotation=True,
-        )  # fmt: skip
-        rows.append(FunctionEventAvg().add(event))
-    (line,) = waits(rows)
-    assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
 
 
 def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:

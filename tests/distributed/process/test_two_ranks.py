@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,30 +115,6 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_and_one_rank_downloads_weight
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
     assert weights[3] != weights[2]  # and training continues
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", ["eager", "compile"])
-def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
-    shapes: Path, tmp_path: Path, execution: str
-) -> None:
-    # A low rate: a high one increases the differences of fp32's rounding with each step.
-    options = [*TINY_RUN.split(), "--lr", "2.5e-4", "--data", str(shapes), "--steps", "3"]
-    options += ["--execution", execution]
-    losses = {}
-    for name, ranks, extra in (
-        ("joined", 1, ["--bs", "4"]),
-        ("synchronized", 2, ["--bs", "2", "--sync-bn"]),
-        ("separate", 2, ["--bs", "2"]),
-    ):
-        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(tmp_path / name)]
-        argv = [sys.executable, "-m", "ssdctl", *command]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        losses[name] = [record["loss"] for record in records(tmp_path / name, "train")]
-    assert len(losses["joined"]) == 3
-    assert losses["synchronized"] == pytest.approx(losses["joined"], rel=1e-5)
-    assert losses["separate"] != pytest.approx(losses["joined"], rel=1e-4)
 
 
 ANNOUNCES_ITS_WAIT = """

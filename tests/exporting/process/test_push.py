@@ -156,10 +156,3 @@ def test_refusals_do_not_show_the_token(
     result = cli("push", checkpoint, "acme/shapes-ssd")
     assert result.code == 2
     assert "hf://" in result.err
-
-
-def test_safetensors_are_not_resumed(cli: Cli, checkpoint: Path, shapes: Path) -> None:
-    assert cli("export", checkpoint, "--format", "safetensors", "--out", "m.safetensors").code == 0
-    result = cli("train", "--data", shapes, "--out", "r", "--resume", "m.safetensors")
-    assert result.code == 2
-    assert "--init" in result.err

@@ -4,8 +4,6 @@ written."""
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -49,35 +47,6 @@ def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.parametrize("name", ["x.pt2", "x.xml"])
-def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str) -> None:
-    """ssdctl does not run these files: another program does."""
-    if name == "x.xml":
-        pytest.importorskip("openvino")
-    kind = "pt2" if name == "x.pt2" else "openvino"
-    result = cli("export", checkpoint, "--format", kind, "--out", name)
-    assert name != "x.xml" or "x.bin" in result.err
-    (command,) = re.findall(r"python -c .*", result.err)
-    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-@pytest.mark.slow(in_ci=True)
-def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
-    """ONNX with NMS; onnxruntime's quantization takes it: every operator set is listed once."""
-    onnx = pytest.importorskip("onnx")
-    quantization = pytest.importorskip("onnxruntime.quantization")
-    path = exported(cli, checkpoint, "x.onnx", "--score-threshold", THRESHOLD)
-    model = onnx.load(path)
-    domains = [entry.domain for entry in model.opset_import]
-    assert len(domains) == len(set(domains))
-    quantization.quantize_dynamic(path, "small.onnx", weight_type=quantization.QuantType.QUInt8)
-    assert Path("small.onnx").stat().st_size < path.stat().st_size / 2
-    assert run(Path("small.onnx"), images[:1])["boxes"].shape == (1, 200, 4)
-
-
-@pytest.mark.slow(in_ci=True)
 def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
     """OpenCV 4 opens a file without NMS, and its own NMS leaves the detections of `predict`."""
     pytest.importorskip("cv2")
@@ -98,20 +67,6 @@ def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: n
     )
     assert same.any(axis=0).mean() >= 0.97  # at an overlap of almost 0.5, rounding decides
     assert (found[:, 1] > expected.scores.min()).sum() <= 1.02 * len(expected)
-
-
-@pytest.mark.slow(in_ci=True)
-def test_the_agreement_of_openvino_with_and_without_a_hint(cli: Cli, checkpoint: Path) -> None:
-    pytest.importorskip("openvino")
-    out = ("--format", "openvino", "--out", "x.xml")
-    result = cli("export", checkpoint, *out, "--nms", "none", "--json")
-    assert result.code == 0, result.err
-    answer = json.loads(result.out)
-    assert answer["default_precision"] in result.err.split("(")[-1]
-    if answer["default_precision"] == "f32":
-        assert answer["default_score_difference"] == answer["score_difference"]
-    else:  # this CPU computes in less
-        assert answer["default_score_difference"] > 10 * answer["score_difference"]
 
 
 # The attributes and outputs that the documentation of TensorRT's plugin lists.
@@ -161,37 +116,19 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
     assert [boxes, *transposed.input] == ["all_boxes", "all_scores"]
 
 
-@pytest.mark.slow
-def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> None:
-    path = exported(cli, checkpoint, "x.onnx", "--nms", "efficientnms", "--batch", 4)
-    result = cli("predict", path, "photo.jpg")
-    assert result.code == 2
-    assert "--nms onnx" in result.err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("options", "subject"),
     [
         ("safetensors --nms none", "nms"),
         ("nvidia --fp16", "fp16"),
-        ("mlperf --batch 2", "batch"),
-        ("onnx --batch 0", "batch 0"),
-        ("onnx --batch two", "two"),
-        ("onnx --nms soft", "soft"),
-        ("mlperf --raw", "raw"),
         ("onnx --nms none --raw", "raw"),
         ("pt2 --nms onnx", "none"),
         ("openvino --nms efficientnms", "openvino"),
-        ("pt2 --int8", "int8"),
-        ("onnx --calibrate 5", "int8"),
         ("onnx --int8 --fp16", "int8"),
         ("openvino", "x.xml"),  # the suffix of the file
         ("safetensors --data .", "--data"),
-        ("mlperf --score-threshold 0.2", "--score-threshold"),
-        ("onnx --nms none --nms-iou 0.4", "--nms-iou"),
-        ("pt2 --score-threshold 0.2", "--score-threshold"),
         ("onnx --raw --nms-iou 0.4", "--nms-iou"),
-        ("onnx --limit 5", "--limit"),
+        ("pt2 --score-threshold 0.2", "--score-threshold"),
     ],
 )
 def test_options_that_do_not_apply(cli: Cli, checkpoint: Path, options: str, subject: str) -> None:
@@ -210,29 +147,6 @@ def test_without_the_extra(
     assert result.code == 2, result.err
     assert f"pip install {kind}" in result.err
     assert not Path(out).exists()
-
-
-@pytest.mark.slow
-def test_the_same_scores(cli: Cli, checkpoint: Path, shapes: Path) -> None:
-    """`evaluate` scores the ONNX files and safetensors as it scores the checkpoint."""
-    files = [checkpoint, Path("ssd.onnx"), Path("ssd.safetensors"), Path("raw.onnx")]
-    for kind, file, *options in (
-        ("onnx", files[1], "--score-threshold", THRESHOLD),
-        ("safetensors", files[2]),
-        ("onnx", files[3], "--raw"),
-    ):
-        result = cli("export", checkpoint, "--format", kind, "--out", file, *options)
-        assert result.code == 0, result.err
-    metrics = []
-    for file in files:
-        result = cli("evaluate", file, "--data", shapes, "--device", "cpu", "--json",
-                     "--score-threshold", THRESHOLD)  # fmt: skip
-        assert result.code == 0, result.err
-        metrics.append(json.loads(result.out))
-    for other in metrics[1:]:
-        assert other["AP"] == pytest.approx(metrics[0]["AP"], abs=1e-3)
-        assert abs(other["detections"] - metrics[0]["detections"]) <= 2
-    assert metrics[1]["step"] == metrics[0]["step"] == 3
 
 
 @pytest.mark.parametrize("is_prepared", [True, False])

@@ -73,7 +73,6 @@ def test_another_number_of_classes_is_padded_too() -> None:
         torch.testing.assert_close(joined, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow(in_ci=True)
 def test_every_convolution_but_the_stem_has_aligned_channels(
     monkeypatch: pytest.MonkeyPatch, compiling: None
 ) -> None:

@@ -8,7 +8,6 @@ import html
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +19,7 @@ from conftest import Cli, run_cli
 from PIL import Image
 from reporting.test_damaged_runs import evaluated, report, script_data
 
-from ssdctl.evaluation.analysis import best_threshold, diagnosis
+from ssdctl.evaluation.analysis import best_threshold
 from ssdctl.runs.run import Run
 
 VOID = {"meta", "link", "img", "br", "input", "hr", "rect", "line", "circle", "polyline"}
@@ -82,28 +81,12 @@ def test_page_needs_nothing_else_and_runs_only_its_own_script(page: str) -> None
 
 def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     assert page.count("<figure>") == page.count("data:image/jpeg") == 9  # the validation images
-    (data,) = script_data(page)["runs"]
-    assert len(data["images"]) == 9
-    assert sum(map(len, data["confusion"])) == 36  # five classes and the background
     places = [page.index(f'id="{name}"') for name in ("samples", "classes", "errors", "metrics")]
     assert places == sorted(places)
-    assert len(re.findall(r'<tr class="pick" data-class="\d"', page)) == 5
-    assert page.count('data-kind="') == 6  # TIDE's types of error
-    run = Run(tiny_run)
-    assert run.started is not None
-    assert run.environment is not None
     header = html.unescape(section(page, "<h1>", 'id="samples"'))
-    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", header))
-    assert facts["Network"] == "SSD300, tiny"
-    assert facts["Classes"].startswith("5: ")
-    assert facts["Data"] == f"shapes, {run.started.train_images} train, 9 val"
-    assert facts["Date"] == f"{run.started.time:%Y-%m-%d %H:%M}"
-    assert "fp32" in facts["Device"]
-    assert re.match(r"3 steps, 0\.3 epochs, \d", facts["Length"])
-    assert f"<b>{max(r['AP'] for r in run.evals):.3f}</b>" in header
-    assert run.evaluation is not None
-    assert diagnosis(run.evaluation) in header
-    assert shlex.join(run.environment.command[1:]) in header
+    ap = max(record["AP"] for record in Run(tiny_run).evals)
+    for shown in ("SSD300, tiny", "fp32", "train, 9 val", f"<b>{ap:.3f}</b>"):
+        assert shown in header
 
 
 def test_the_copied_command_works_in_the_folder_of_the_page(
@@ -136,18 +119,6 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     assert (arguments[4], arguments[6]) == ("runs/a", str(weights))
 
 
-def test_the_configuration_shows_what_differs(page: str, tiny_run: Path) -> None:
-    environment = Run(tiny_run).environment
-    assert environment is not None
-    sources, settings = environment.sources, Run(tiny_run).settings
-    assert 0 < len(sources) < len(settings)
-    assert not any(source.startswith(("default", "preset")) for source in sources.values())
-    assert (sources["model.backbone"], settings["model.backbone"]) == ("--backbone", "tiny")
-    part = section(page, 'id="run"', "All settings")
-    shown = re.findall(r"<tr><td>(\w+\.\w+)</td>", part)
-    assert shown == [path for path in settings if path in sources]
-
-
 def test_the_curves(page: str, tiny_run: Path) -> None:
     """Those of training have the same x; training and validation loss share a chart."""
     all_charts = script_data(page)["charts"]
@@ -155,13 +126,6 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
     assert [line["name"] for line in charts[0]["lines"]] == ["training", "validation"]
     assert len({tuple(chart["scale"][:2]) for chart in charts}) == 1
     assert all(any(len(line["x"]) > 1 for line in chart["lines"]) for chart in charts)
-    (line, *_), (left, top, width, height) = charts[0]["lines"], charts[0]["area"]
-    x0, x1, y0, y1 = charts[0]["scale"]
-    drawn = section(page, f'data-chart="{all_charts.index(charts[0])}"', 'class="tip"')
-    points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="(.*?)"', drawn)[0])
-    for point, x, y in zip(points, line["x"], line["y"], strict=True):
-        expected = left + (x - x0) / (x1 - x0) * width, top + (y1 - y) / (y1 - y0) * height
-        assert [float(v) for v in point] == pytest.approx(expected, abs=0.06)
     evaluation = Run(tiny_run).evaluation
     assert evaluation is not None
     best = best_threshold(evaluation)
@@ -185,16 +149,6 @@ def test_runs_side_by_side(tiny_run: Path, run: Path, cli: Cli) -> None:
     assert '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>' in settings
     assert settings.count("<td>train.") == 1
     assert len(page) < 1_500_000
-
-
-def test_runs_with_equal_names_are_shown_by_their_paths(
-    tiny_run: Path, tmp_path: Path, cli: Cli
-) -> None:
-    other = shutil.copytree(tiny_run, tmp_path / "later" / tiny_run.name)
-    first = f"{tiny_run.parent.name}/{tiny_run.name}"
-    heads = f'<th class="number">{first}</th><th class="number">later/{other.name}</th>'
-    assert heads in report_of_two(cli, tiny_run, other)
-    assert len(script_data(report_of_two(cli, tiny_run, tiny_run))["runs"]) == 2
 
 
 def test_what_is_no_run_is_refused(tiny_run: Path, cli: Cli) -> None:
@@ -229,14 +183,6 @@ def test_report_of_an_evaluation_without_a_run(shapes: Path, tmp_path: Path, cli
         str(tmp_path / "data"),
         str(tmp_path / "data/prepared"),
     )
-
-
-def test_evaluation_of_a_checkpoint_updates_the_runs_report(run: Path, cli: Cli) -> None:
-    result = cli("evaluate", run, "--device", "cpu", "--limit", 4, "--report", run)
-    assert result.code == 0, result.err
-    page = (run / "report.html").read_text()
-    assert page.count("<figure>") == 4
-    assert "Box and class loss" in page
 
 
 def test_an_evaluation_that_is_not_the_best_of_training_has_its_own_ap(

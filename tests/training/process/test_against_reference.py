@@ -137,14 +137,9 @@ def our_losses(
     return [r.losses.total.item() for r in results], rates
 
 
-# ResNet-50 at its recipe's own rate. At 2e-2 its loss rises from 56 to 137, and a change of 1e-15 in
-# the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
-REAL_SIZE = (pytest.mark.slow,)
 CASES = [
     pytest.param("mlperf", "tiny", 2e-2, marks=pytest.mark.slow(in_ci=True)),
     pytest.param("nvidia", "tiny", 2e-2, marks=pytest.mark.slow(in_ci=True)),
-    pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
-    pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]
 
 
@@ -179,8 +174,7 @@ def test_loss_and_six_steps_equal_the_reference(
     assert losses[-1] != losses[1]  # it moved
 
 
-@pytest.mark.parametrize("layout", ["mlperf", "nvidia"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize(("layout", "prefix"), [("mlperf", ""), ("nvidia", "_orig_mod.module.")])
 def test_third_party_checkpoint_evaluates_as_the_naive_decode(
     dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
 ) -> None:
@@ -267,23 +261,3 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     result = cli("train", "--data", shapes, *again)  # a run folder: its best, else last checkpoint
     assert result.code == 0, result.err
     assert str(run / "checkpoints") in result.err
-
-
-def test_third_party_file_with_a_broken_network_is_refused(
-    tmp_path: Path, cli: Callable[..., Result]
-) -> None:
-    state = to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")
-    path = tmp_path / "peer.pt"
-    for spoil, words in (
-        (lambda s: s.pop("loc.2.bias"), "missing box_heads.2.bias"),
-        (lambda s: s.update({"conf.1.bias": torch.zeros(7)}), "class_heads.1.bias is (7,)"),
-        (lambda s: s.update({"strange": torch.zeros(7)}), "unexpected strange"),
-    ):
-        spoiled = dict(state)
-        spoil(spoiled)
-        torch.save({"model": spoiled}, path)
-        result = cli("predict", path, Path(__file__))
-        assert result.code == 5, result.err
-        assert words in result.err
-    torch.save({"model": state, "label_map": {0: "background", 1: "x"}}, path)
-    assert cli("predict", path, Path(__file__)).code == 5

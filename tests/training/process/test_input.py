@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import Cli
-from helpers import has_steps, records, train_command
+from helpers import records
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
@@ -68,28 +65,6 @@ def test_too_many_bad_images_end_the_run(
     spoil_after_the_start(dataset, monkeypatch, 12)
     assert "metrics.jsonl" in train("--steps", 13, data=dataset, code=3)
     assert len(bad_images(tmp_path / "run")) == 4
-
-
-@pytest.mark.slow
-def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path) -> None:
-    """Deleted under a run without a packed store; each rank reads another half of them."""
-    split = open_dataset(dataset, dataset / "prepared")["train"]
-    run = tmp_path / "run"
-    _, *options = map(str, train_command(dataset, run, "--bs", 1, "--epochs", 1000))
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not has_steps(run, 0):
-        assert process.poll() is None
-        time.sleep(0.1)
-    for row in split.trainable[:12]:
-        Path(split.location(int(row))).unlink()
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 3, words
-    lost = set(split.image_ids[split.trainable[:12]].tolist())
-    reported = bad_images(run)
-    assert len({event["image_id"] for event in reported}) == len(reported) > 10
-    assert {event["image_id"] for event in reported} <= lost
-    assert not lost & {event["replaced_by"] for event in reported}
 
 
 def test_fake_data_needs_no_dataset_and_takes_the_sizes_of_one_that_is_there(

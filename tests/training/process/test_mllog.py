@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from conftest import TINY_RUN, Cli, run_cli
 
-ROOT = Path(__file__).parents[3]
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
 OPTIONS = [
     *TINY_RUN.split(), "--limit-train", 7, "--epochs", 3,
@@ -49,7 +48,6 @@ def log(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow(in_ci=True)
 @needs_checker
 def test_complies_with_the_rules_of_both_divisions(log: Path) -> None:
     assert complaints(log) == ""
@@ -86,15 +84,6 @@ def test_epochs_and_blocks_surround_the_training(log: Path) -> None:
     assert values["opt_learning_rate_decay_boundary_epochs"] == [40, 50]
 
 
-def test_lines_name_their_place_in_the_source(log: Path) -> None:
-    for line in lines_of(log):
-        place = line["metadata"]
-        source = (ROOT / place["file"]).read_text().splitlines()[place["lineno"] - 1]
-        word = line["key"].removesuffix("_start").removesuffix("_stop")
-        assert f'"{word}"' in source, line
-
-
-@pytest.mark.slow(in_ci=True)
 def test_the_log_of_a_resumed_run_continues(cli: Cli, shapes: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     options = ["train", "--data", shapes, "--out", "run", *OPTIONS, "--mllog", path]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from conftest import Cli
 from helpers import assert_same_state, last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
@@ -128,16 +127,6 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
     assert steps(run) == [1, 2, 3]
 
 
-def test_images_that_were_prepared_again_are_named(dataset: Path, train: Train, cli: Cli) -> None:
-    options = ["--save-every", "1st", "--steps"]
-    for number, prepared in enumerate([[], ["--encoding", "raw"], ["--shrink", 300]], start=1):
-        assert cli("prepare", "--data", dataset, "--force", *prepared).code == 0
-        words = train(*options, number, data=dataset)
-        assert ("encoding was jpeg, is raw" in words) == (number == 2)
-        assert ("shrink was off, is 300" in words) == (number == 3)
-        assert "prepared again" not in train(*options, number, data=dataset)
-
-
 def test_another_global_batch_is_refused_or_counted_again(run: Path, train: Train) -> None:
     train("--bs", 1, "--accumulate", 2, "--steps", 4)  # the same in other parts
     assert last(run).samples_seen == 8
@@ -165,11 +154,9 @@ def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        ["--backbone", "resnet34", "--extra-norm", "none"],
         ["--backbone", "resnet34", "--resume-changed", "--bs", "3", "--fp32"],
         ["--lr", "0.1", "--decay-bias", "--bs", "1", "--seed", "5"],
         ["--limit-train", "5"],
-        ["--decay-epochs", "3,4"],
         ["--fake-data"],
     ],
 )

@@ -69,7 +69,6 @@ def test_fine_tuning_takes_the_network_of_the_checkpoint(
     assert "backbone.bn1.weight" in changed(before, after, "backbone.bn1")
 
 
-@pytest.mark.slow(in_ci=True)
 def test_the_validation_loss_is_the_training_loss_of_those_images(
     cli: Cli, shapes: Path, tiny_run: Path
 ) -> None:
