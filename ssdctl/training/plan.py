@@ -356,14 +356,19 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
 def _refuse_idle(plan: Plan) -> None:
     """Refuse options of the call that would change nothing in this run."""
     config, refuse = plan.config.train, plan.config.require_not_given
-    names = augmentation_names(config.augment)
+    if config.overfit is not None:
+        refuse(["train.augment"], "does nothing: --overfit trains on plain images", LEAVE_IT_OUT)
+    augment = config.augment if config.overfit is None else "none"
+    names = augmentation_names(augment)
     if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
-        refuse(["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT)
+        refuse(["train.hue_degrees"], f"does nothing with --augment {augment}", LEAVE_IT_OUT)
     if not (plan.background or config.fake_data):
         reason = "does nothing: the run has no images without objects"
         refuse(["train.background_negatives"], reason, "leave it out, or add --background FRACTION")
     if config.init is not None and plan.config.model.weights != "none":
         refuse(["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT)
+    if config.execution == "eager":
+        refuse(["train.overlap_gradients"], "does nothing with --execution eager", LEAVE_IT_OUT)
     if not {*config.tracker} - {"tensorboard"}:
         reason = "does nothing without a tracker that keeps files"
         refuse(["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow")
