@@ -43,6 +43,10 @@ DECAY_FACTOR = 0.1
 MAX_EVALUATIONS = 10_000  # that are counted
 MAX_BACKGROUND = 0.5
 LEAVE_IT_OUT = "leave it out"
+OF_IMAGES = [
+    *("train.augment", "train.fold"),
+    *("train.eval_every", "train.eval_at", "train.patience", "train.target_ap"),
+]
 INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
 CONTINUED = Source(Kind.FILE, "the run it continues")
@@ -356,6 +360,9 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
 def _refuse_idle(plan: Plan) -> None:
     """Refuse options of the call that would change nothing in this run."""
     config, refuse = plan.config.train, plan.config.require_not_given
+    if config.fake_data:
+        reason = "does nothing with --fake-data, which reads and evaluates no image"
+        refuse(OF_IMAGES, reason, LEAVE_IT_OUT)
     if config.overfit is not None:
         refuse(["train.augment"], "does nothing: --overfit trains on plain images", LEAVE_IT_OUT)
     augment = config.augment if config.overfit is None else "none"

@@ -100,6 +100,7 @@ def test_a_chosen_precision_is_refused_and_a_presets_replaced(kind: Kind) -> Non
     [
         ({"train__hue_degrees": 9.0}, {"train__augment": "flip,crop"}, {"train__augment": "color"}),
         ({"train__background_negatives": 5}, {}, {"train__background": 0.1}),
+        ({"train__patience": 2}, {"train__fake_data": True}, {}),
         ({"train__augment": "flip"}, {"train__overfit": 4}, {"train__limit_train": 4}),
         ({"train__overlap_gradients": True}, {"train__execution": "eager"}, {}),
         ({"model__weights": "imagenet"}, {"train__init": "a.pt"}, {}),
