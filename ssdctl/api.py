@@ -27,7 +27,7 @@ from ssdctl.config.call import (
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import FORMATS, NMS
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import RunDir, make_report_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.hardware import cores_kept
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
@@ -284,6 +284,8 @@ def evaluate(
     with _failing_together(distributed):
         config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+        if report is not None:
+            make_report_dir(Path(report))
 
     def write(evaluation: Evaluation) -> None:
         if report is not None:

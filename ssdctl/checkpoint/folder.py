@@ -18,7 +18,7 @@ import torch
 
 from ssdctl.checkpoint.file import load_resumable, save_checkpoint
 from ssdctl.checkpoint.format import Checkpoint
-from ssdctl.errors import DataError, IntegrityError
+from ssdctl.errors import IntegrityError
 from ssdctl.files import (
     disk_errors,
     link_or_copy,
@@ -26,7 +26,6 @@ from ssdctl.files import (
     retry_transient,
     sync_file,
 )
-from ssdctl.runs.evaluation import read_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
 
@@ -98,7 +97,7 @@ class CheckpointFolder:
             best = run.step_checkpoint(self.best_step)
             links += [(best, run.best), (evaluation_of(best), run.evaluation)]
         for source, target in links:
-            if source.is_file() and not _is_current(source, target):
+            if source.is_file() and not (target.is_file() and is_same_file(source, target)):
                 retry_transient(partial(link_or_copy, source, target))
         for old in [*retired_files(run), *steps][: -self._keep]:
             retry_transient(partial(_delete, evaluation_of(old)))
@@ -193,17 +192,6 @@ def _copied(value: Any) -> Any:
 def _delete(path: Path) -> None:
     with disk_errors(path, "deleting"):
         path.unlink(missing_ok=True)
-
-
-def _is_current(source: Path, target: Path) -> bool:
-    """Return whether a link is up to date: the same file, or the `--report RUN` of its step."""
-    if not target.is_file() or source.suffix != ".json" or is_same_file(source, target):
-        return target.is_file() and is_same_file(source, target)
-    try:
-        own, other = read_evaluation(source), read_evaluation(target)
-    except DataError:
-        return False
-    return own is not None and other is not None and own.about.step == other.about.step
 
 
 def is_same_file(source: Path, target: Path) -> bool:

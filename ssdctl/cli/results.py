@@ -13,8 +13,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
-from ssdctl.files import make_dir
-from ssdctl.runs.folder import RUNS, RunDir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, make_report_dir, running_on
 from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import tune_process
 
@@ -207,7 +206,7 @@ def evaluate(
     from ssdctl.evaluation.evaluate import require_no_folder
 
     if report is not None:
-        make_dir(Path(report))  # before the detection, which may take hours
+        make_report_dir(Path(report))  # before the detection, which may take hours
     require_no_folder("--suspects", Path(suspects) if suspects else None)
     found: list[DetectedSplit] = []
     written = Path(detections) if detections else None

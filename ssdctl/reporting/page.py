@@ -28,7 +28,7 @@ from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import COCO_METRICS
-from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
+from ssdctl.files import remove_stale_temporaries, safe_join, write_text
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
 from ssdctl.runs.evaluation import (
@@ -40,7 +40,7 @@ from ssdctl.runs.evaluation import (
     interval_text,
     write_evaluation,
 )
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import RunDir, make_report_dir
 from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
@@ -107,7 +107,7 @@ def _with_relative_paths(text: str, folder: Path) -> str:
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
     """Write an evaluation and its report to a folder, and return the page's path."""
-    run = RunDir(make_dir(folder))
+    run = make_report_dir(folder)
     write_evaluation(run.evaluation, evaluation)
     write_report([Run(folder)], run.report)
     return run.report
@@ -279,7 +279,7 @@ def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[dict[
     Half of the limit is for the worst images, half for random ones.
     """
     if evaluation is None:
-        return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report RUN does it"
+        return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report DIR does it"
     try:
         read = _reader(evaluation)
     except (SsdctlError, OSError) as error:

@@ -248,5 +248,5 @@ def read_evaluation(path: Path) -> Evaluation | None:
             f"{path}: not an evaluation that this version reads: {reason_of(error)}".replace(
                 "`", ""
             ),
-            hint="write it again: ssdctl evaluate CKPT --report DIR",
+            hint="remove it; ssdctl evaluate CKPT --report DIR writes another one",
         ) from None

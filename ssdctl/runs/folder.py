@@ -36,7 +36,7 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.safe_text import redact_arguments
+from ssdctl.runtime.safe_text import quoted, redact_arguments
 from ssdctl.runtime.system import is_process_running
 
 RUNS = Path("runs")  # the folder of runs without --out
@@ -154,6 +154,22 @@ def tensorflow_checkpoint(path: Path) -> UsageError | None:
         f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
         hint="train again, from the backbone's weights (docs/migrating.md)",
     )
+
+
+def make_report_dir(path: Path) -> RunDir:
+    """Make the folder of an evaluation's report.
+
+    Raises:
+        UsageError: It is a run, which keeps the evaluation of its training.
+    """
+    folder = RunDir(path)
+    if folder.metrics.exists():
+        raise UsageError(
+            f"--report {path}: a run keeps the evaluation of its training",
+            hint=f"another folder, or the run's own report: ssdctl report {quoted(path)}",
+        )
+    make_dir(path)
+    return folder
 
 
 def run_dir(config: Config) -> RunDir:

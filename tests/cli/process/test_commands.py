@@ -76,6 +76,8 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert json.loads(again.out)["detections"] == metrics["detections"]
     refused = cli("evaluate", checkpoint, "--report", written, *low)
     assert (refused.code, refused.out) == (6, "")
+    refused = cli("evaluate", checkpoint, "--report", tiny_run, *low)  # has that of its training
+    assert (refused.code, refused.out) == (2, "")
     nothing = cli("evaluate", checkpoint, "--score-threshold", 1, "--json", "--device", "cpu")
     assert (nothing.code, json.loads(nothing.out)["AP"]) == (0, 0)
     assert "warning" in nothing.err
