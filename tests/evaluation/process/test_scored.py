@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import shlex
 import zlib
@@ -316,7 +317,11 @@ def check_lines(world: World, out: Path, number: int | None, count: int) -> None
 def test_what_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path, monkeypatch, 2, r"(\d)\.jpg", 160)
     check_world(world)
-    check_lines(world, tmp_path, None, 30)
+    names = itertools.cycle([["fold-1"], ["whole"], ["fold-1", "fold-2"], ["rows.json"]])
+    for option, values in VALUES.items():  # each by itself, then several
+        for value in values:
+            check_line(world, (next(names), {option: value}), tmp_path)
+    check_lines(world, tmp_path, None, 20)
 
 
 @pytest.mark.slow
