@@ -102,7 +102,11 @@ def make_world(
     truth = {split: json.loads(file.read_text()) for split, file in files.items()}
     with_objects = {entry["image_id"] for entry in truth["train"]["annotations"]}  # are trained on
     truth["train"]["images"] = [i for i in truth["train"]["images"] if i["id"] in with_objects]
-    files["train"].write_text(json.dumps(truth["train"]))
+    empty = truth["val"]["images"][0]["id"]
+    others = [a for a in truth["val"]["annotations"] if a["image_id"] != empty]
+    truth["val"]["annotations"] = others
+    for split, file in files.items():
+        file.write_text(json.dumps(truth[split]))
     world = World(folder, truth, group, tile, {}, {})
 
     def detect(detector: Any, split: Any, rows: Any, **_: Any) -> Detections:
