@@ -99,16 +99,3 @@ def test_manifest_and_host_file(cli: Cli) -> None:
 def test_files_of_a_run(name: str, cli: Cli) -> None:
     enlarge(make_run(Path("run")) / name)
     refuse(cli("report", "run"), 3, name)
-
-
-def test_a_huge_lock_file_of_another_run(cli: Cli) -> None:
-    from ssdctl.files import try_lock
-    from ssdctl.runs import folder as run_folder
-
-    enlarge(Path("run/.lock"))
-    descriptor = try_lock(Path("run/.lock"))
-    assert descriptor is not None
-    try:
-        assert len("".join(run_folder._owner(Path("run/.lock")))) <= run_folder.MAX_OWNER
-    finally:
-        os.close(descriptor)

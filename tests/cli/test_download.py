@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli
-from download.http_server import Reply, Server, file
+from download.http_server import Server, file
 from download.zips import tree, zipped
 
 from ssdctl.download.pinned_files import PinnedFile
@@ -96,27 +96,6 @@ def test_a_dry_run_shows_coco_and_does_nothing(cli: Cli) -> None:
     code, out, _ = cli("download", "--dry-run")
     assert (code, "train2017.zip" in out, "are free" in out) == (0, True, True)
     assert list(Path().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("reply", "code", "word"),
-    [
-        (Reply(404), 4, "404"),
-        (Reply(302, {"Location": "file:///etc/hostname"}), 4, "file"),
-        (Reply(200, {"Content-Type": "text/html"}, b"<p>"), 5, "text/html"),
-        (Reply(200, {}, ARCHIVE[:-1] + b"?"), 5, "SHA-256"),
-        (Reply(200, {}, ARCHIVE + b"?"), 5, "bytes"),
-    ],
-)
-def test_a_failure_is_one_message_and_its_code(
-    server: Server, cli: Cli, reply: Reply, code: int, word: str
-) -> None:
-    file_list = manifest(server.route("/val.zip", lambda _: reply))
-    got, out, err = cli("download", "--dest", "data", "--manifest", file_list, "--json")
-    assert (got, out) == (code, "")
-    assert "error: " in err
-    assert word in err
-    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

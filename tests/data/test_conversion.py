@@ -104,8 +104,7 @@ def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
 )
 def test_any_division(names: list[str], share: float) -> None:
     """Every image and box occurs once; both sides have some."""
-    images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
-    whole = from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
+    whole = annotations_of(names)
     train, val = divided(whole, share)
     assert sorted(train.file_names + val.file_names) == sorted(names)
     for part in (train, val):

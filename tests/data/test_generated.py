@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -36,7 +35,8 @@ from data.generator.worlds import (
     worlds,
 )
 from data.generator.writers import LAYOUTS, WORDS, add_decoys, has_other_categories
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from helpers import SEED, examples, seeded
+from hypothesis import Phase, given, note
 
 from ssdctl.config import Config, DataConfig, PrepareConfig
 from ssdctl.config.resolve import parse_assignments, resolve
@@ -56,7 +56,6 @@ from ssdctl.input.loader import TrainLoader
 from ssdctl.runtime.progress import without_progress
 
 COLOR_DISTANCE = 42  # half of that between two colors
-SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
 ALL = {**LAYOUTS, **TOOLS}
 GROWING = {name for name, (layout, _) in LAYOUTS.items() if len(layout.splits) > 1}
 Truth = dict[str, dict[str, Picture]]  # by split and by path below the dataset folder
@@ -467,22 +466,14 @@ def run(
 ) -> None:
     """Check `count` datasets; without a seed always the same."""
 
-    @settings(
-        max_examples=count,
-        database=None,
-        derandomize=number is None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-    )
+    @examples(count, number, Phase.shrink)
     @given(worlds({layout: ALL[layout][0]}))
     def check(world: World) -> None:
         note(f"SEED={number}")
         shutil.rmtree(folder / "case", ignore_errors=True)
         check_one(world, folder / "case")
 
-    (check if number is None else seed(number)(check))()
+    seeded(check, number)()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

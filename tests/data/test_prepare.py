@@ -175,16 +175,6 @@ def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
     assert not train.usable[0]
 
 
-def test_missing_images_are_refused_by_name(dataset: Path, store: Path) -> None:
-    (dataset / "train2017/000000000003.jpg").unlink()
-    with pytest.raises(DataError, match=r"\b1 of 24\b.*000000000003\.jpg"):
-        prepare(dataset, store, INDEX_ONLY)
-    assert not (store / "index-train.arrow").exists()
-    shutil.rmtree(dataset / "train2017")
-    with pytest.raises(DataError, match="train2017"):
-        prepare(dataset, store, INDEX_ONLY)
-
-
 @pytest.mark.parametrize("config", [PACKED, INDEX_ONLY, PrepareConfig(encoding="raw")])
 def test_bad_images_are_dropped_and_listed(
     dataset: Path, store: Path, config: PrepareConfig
@@ -213,9 +203,7 @@ def test_bad_images_are_dropped_and_listed(
     [
         ("[made]\n", r"dataset\.toml"),
         ('[train]\nimages = "photos"\n', "annotations"),
-        ('[train]\nimags = "photos"\n', "dataset.toml:2: .*'train.imags'"),
         ('[tests]\nimages = "photos"\n', "dataset.toml:2: .*'tests.images'"),
-        ('[train]\nimages = "../x"\nannotations = "a"\n', r"\.\./x"),
         ('[train]\nimages = 3\nannotations = "a"\n', "dataset.toml:2: train.images"),
     ],
 )
@@ -223,14 +211,6 @@ def test_bad_dataset_toml(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "dataset.toml").write_text(text)
     with pytest.raises(DataError, match=words):
         read_dataset(tmp_path, AUTOMATIC)
-
-
-def test_a_wrong_folder_is_named(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"/none\b"):
-        read_dataset(tmp_path / "none", AUTOMATIC)
-    with pytest.raises(DataError, match="train2017") as caught:
-        read_dataset(dataset / "train2017", AUTOMATIC)
-    assert f"--data {dataset}" in str(caught.value.hint)
 
 
 def test_24_training_names_what_changed_of_some_images(

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
+from data.formats.exports import write_world
+from data.generator.worlds import Picture, Thing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
@@ -26,6 +27,7 @@ from ssdctl.data.tiles import IGNORED, tiled
 from ssdctl.errors import UsageError
 from ssdctl.inference.predict import choose_tiling
 
+NAMES = tuple(f"class {n}" for n in range(6))
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
@@ -54,31 +56,15 @@ def images(draw: st.DrawFn) -> Painted:
 
 
 def write(root: Path, painted: list[Painted]) -> None:
-    (root / "train2017").mkdir(parents=True)
-    listed, boxes = [], []
-    for number, ((width, height), objects) in enumerate(painted, 1):
-        pixels = np.zeros((height, width, 3), np.uint8)
-        for n, (left, top, right, bottom) in enumerate(objects):
-            pixels[top:bottom, left:right] = (n + 1, 200, 0)
-            bbox = [left, top, right - left, bottom - top]
-            boxes.append(
-                {
-                    "id": len(boxes) + 1,
-                    "image_id": number,
-                    "category_id": n + 1,
-                    "bbox": bbox,
-                    "area": bbox[2] * bbox[3],
-                    "iscrowd": 0,
-                }
-            )
-        Image.fromarray(pixels).save(root / "train2017" / f"{number}.png")
-        listed.append(
-            {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
+    pictures = []
+    for number, (size, objects) in enumerate(painted):
+        things = tuple(
+            Thing(NAMES[n], left, top, right - left, bottom - top, False, (n + 1, 200, 0))
+            for n, (left, top, right, bottom) in enumerate(objects)
         )
-    names = [{"id": n, "name": f"class {n}"} for n in range(1, 7)]
-    content = {"images": listed, "annotations": boxes, "categories": names}
-    (root / "annotations").mkdir()
-    (root / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
+        name = ("train", "", str(number), ".png")
+        pictures.append(Picture(*name, *size, 1, True, "RGB", 0, things))
+    write_world(root, "coco: 2017", NAMES, pictures)
 
 
 def colored(pixels: NDArray[np.uint8], n: int) -> tuple[int, Box]:
@@ -134,7 +120,7 @@ def test_tiles_show_what_their_boxes_say(
     assert split.num_images == len(painted)
     for row in range(split.num_images, len(split.image_ids)):
         image, _ = split.image_of(row)
-        assert split.image_ids[row] == image + 1
+        assert split.image_ids[row] == whole.image_ids[image]
         check_tile(split, row, painted[image])
     covered = [np.zeros(size[::-1], np.bool_) for size, _ in painted]
     assert split.tiles is not None

@@ -13,7 +13,7 @@ from download.http_server import Server, file
 
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.pinned_files import COCO2017, PinnedFile, read_manifest
+from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.model.backbones.resnet import tiny as tiny_backbone
 from ssdctl.model.pretrained import all_weights, fetch_weights, find_weights, weights_named
@@ -26,16 +26,6 @@ def manifest(folder: Path, text: str) -> list[PinnedFile]:
     path = folder / "manifest.toml"
     path.write_text(text)
     return read_manifest(path)
-
-
-def test_coco_is_pinned_completely() -> None:
-    assert set(COCO2017) == {"train", "val", "annotations"}
-    for pin in COCO2017.values():
-        assert re.fullmatch("[0-9a-f]{64}", pin.sha256)
-        assert pin.bytes
-        assert pin.unpack
-        assert pin.url.startswith("https://")
-        assert pin.url.endswith("/" + pin.name)
 
 
 def test_weights_have_unique_names_and_pin_the_hash_in_them() -> None:
@@ -52,17 +42,6 @@ def test_weights_have_unique_names_and_pin_the_hash_in_them() -> None:
         ("resnet50-19c8e357.pth", "resnet50-19c8e357"),
     ):
         assert weights_named(name).name == stem
-
-
-def test_a_mirror_is_http_and_tried_flat_and_in_the_hosts_layout() -> None:
-    assert COCO2017["val"].urls("http://m.org/coco/") == [
-        "http://m.org/coco/val2017.zip",
-        "http://m.org/coco/zips/val2017.zip",
-        "http://m.org/coco/images.cocodataset.org/zips/val2017.zip",
-    ]
-    for mirror in ("file:///tmp", "/tmp", "m.org", "http://", "ftp://m.org"):
-        with pytest.raises(UsageError, match="--mirror"):
-            COCO2017["val"].urls(mirror)
 
 
 def test_a_manifest_is_read(tmp_path: Path) -> None:

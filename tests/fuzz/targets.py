@@ -124,13 +124,9 @@ def dataset_target(root: Path, path: Path, inputs: st.SearchStrategy[bytes]) -> 
 
 
 def coco(folder: Path) -> Iterator[Target]:
-    """Annotation files of COCO's layout, and of a labeling tool."""
     root = small_shapes(folder / "data")
     path = root / "annotations/instances_train2017.json"
-    exports.cvat_coco(folder / "cvat")
-    other = folder / "cvat/annotations/instances_default.json"
-    inputs = mutated_json([json.loads(file.read_bytes()) for file in (path, other)])
-    yield dataset_target(root, path, inputs)
+    yield dataset_target(root, path, mutated_json([json.loads(path.read_bytes())]))
 
 
 def exported(make: Callable[[Path], Path], name: str, *tokens: bytes) -> MakeTarget:

@@ -92,10 +92,3 @@ def test_a_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     root.rename(tmp_path / "mine")
     root.symlink_to(tmp_path / "mine")
     assert private_cache_dir("a") is None
-
-
-def test_this_process() -> None:
-    assert len(system.usable_cpus()) == len(os.sched_getaffinity(0))
-    assert system.peak_memory_bytes() > 10 << 20
-    assert system.is_process_running(os.getpid())
-    assert not any(map(system.is_process_running, (2**30, 2**70)))

@@ -16,7 +16,7 @@ from PIL import Image
 @pytest.fixture
 def dataset(tmp_path: Path, cli: Cli) -> Path:
     """Return a prepared dataset with a crowd and a packed store."""
-    root = exports.cvat_coco(tmp_path / "parts", ("train", "val", "test"))
+    root = exports.coco(tmp_path / "parts", count=3)
     path = root / "annotations/instances_train.json"
     content = json.loads(path.read_text())
     content["annotations"][0]["iscrowd"] = 1

@@ -1,18 +1,14 @@
-"""Datasets as labeling tools export them, with the peculiarities of each tool.
-
-Each function writes six images with a bright block per object and returns what `--data` is given.
-"""
+"""Datasets in each format: six images with a bright block per object, written as the generator does."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from data.generator.worlds import Picture, Thing, Tree, World
 from data.generator.writers import LAYOUTS
 from PIL import ExifTags, Image
@@ -64,23 +60,10 @@ def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
     return boxes
 
 
-def save(path: Path, sample: Sample) -> None:
-    """Write an image."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(sample.number).integers(0, 80, (*SIZE[::-1], 3), np.uint8)
-    for label, left, top, width, height in sample.objects:
-        pixels[top : top + height, left : left + width] = (230, 60 + 150 * label, 40)
-    Image.fromarray(pixels).save(path)
-
-
 def write(path: Path, text: str) -> None:
     """Write a text file and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def write_json(path: Path, content: Any) -> None:
-    write(path, json.dumps(content))
 
 
 @contextlib.contextmanager
@@ -101,100 +84,9 @@ def tree(root: Path, files: Mapping[str, str | None]) -> Path:
     return root
 
 
-def _coco(
-    images: Sequence[tuple[str, Sample]], *, first: int, category: int, **more: Any
-) -> dict[str, list[dict[str, Any]]]:
-    """COCO's images and annotations, with ids from `first` on; class 0 has the id `category`."""
-    objects = [(n, *o) for n, (_, sample) in enumerate(images, first) for o in sample.objects]
-    return {
-        "images": [
-            {"id": n, "file_name": name, "width": SIZE[0], "height": SIZE[1]}
-            for n, (name, _) in enumerate(images, first)
-        ],
-        "annotations": [
-            {"id": n, "image_id": image, "category_id": label + category, "bbox": bbox}
-            | {"area": bbox[2] * bbox[3], "segmentation": [], "iscrowd": 0, **more}
-            for n, (image, label, *bbox) in enumerate(objects, first)
-        ],
-    }
-
-
-def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
-    """CVAT, "COCO 1.0": text and zero for missing header fields, attributes, ids from 1."""
-    for k, split in enumerate(splits):
-        images = [(f"frame {sample.number:03d}.png", sample) for sample in samples(start=10 * k)]
-        for name, sample in images:
-            save(root / "images" / ("" if split == "default" else split) / name, sample)
-        attributes = {"occluded": False, "rotation": 0.0}
-        content: dict[str, Any] = _coco(images, first=1, category=1, attributes=attributes)
-        for image in content["images"]:
-            image |= {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
-        for entry in content["annotations"]:
-            entry |= {"bbox": [float(v) for v in entry["bbox"]], "area": float(entry["area"])}
-        content["info"] = dict.fromkeys(
-            ("contributor", "description", "url", "version", "year"), ""
-        )
-        content["categories"] = [
-            {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
-        ]
-        write_json(root / f"annotations/instances_{split}.json", content)
-    return root
-
-
-def roboflow_coco(root: Path) -> Path:
-    """Roboflow, "COCO": a folder per split, category 0 is the project, the year is text."""
-    for k, split in enumerate(("train", "valid", "test")):
-        images = [
-            (f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg", sample)
-            for sample in samples(start=10 * k)
-        ]
-        content: dict[str, Any] = _coco(images, first=0, category=1)
-        for name, sample in images:
-            save(root / split / name, sample)
-        for image in content["images"]:
-            image |= {"date_captured": "2026-01-12T09:00:00+00:00", "extra": {"name": "shot.jpg"}}
-        content |= {
-            "info": {"year": "2026", "version": "3", "contributor": "", "date_created": ""},
-            "licenses": [{"id": 1, "url": "https://example.org/", "name": "CC BY 4.0"}],
-            "categories": [
-                {"id": 0, "name": "parts", "supercategory": "none"},
-                *({"id": i, "name": n, "supercategory": "parts"} for i, n in enumerate(NAMES, 1)),
-            ],
-        }
-        write_json(root / split / "_annotations.coco.json", content)
-    write(root / "README.roboflow.txt", "exported\n")
-    return root
-
-
-def label_studio_coco(root: Path) -> Path:
-    """Label Studio, "COCO": all ids from 0, paths of its server."""
-    prefixes = (
-        "..\\..\\label-studio\\label-studio\\media\\upload\\4\\",
-        "/data/upload/3/",
-        "images\\",
-        "images/",
-        "../../label-studio/data/media/upload/4/",
-        "",
-    )
-    images = []
-    for sample, prefix in zip(samples(), prefixes, strict=True):
-        name = f"{sample.number:08x}-shot_{sample.number}.jpg"
-        save(root / "images" / name, sample)
-        images.append((prefix + name, sample))
-    write_json(
-        root / "result.json",
-        {
-            **_coco(images, first=0, category=0, ignore=0),
-            "categories": [{"id": i, "name": name} for i, name in enumerate(NAMES)],
-            "info": {"year": 2026, "version": "1.0", "contributor": "Label Studio"},
-        },
-    )
-    return root
-
-
 def generated(root: Path, layout: str, count: int = 2) -> Path:
-    """Write six images of each of the first `count` splits, as the generator of datasets does."""
-    made, write_world = LAYOUTS[layout]
+    """Write six images of each of the first `count` splits; return what `--data` is given."""
+    made, _ = LAYOUTS[layout]
     pictures = []
     for split in made.splits[:count]:
         first = len(pictures)
@@ -202,16 +94,23 @@ def generated(root: Path, layout: str, count: int = 2) -> Path:
             color = {0: (230, 60, 40), 1: (230, 210, 40)}
             things = [Thing(NAMES[n], *box, False, color[n]) for n, *box in sample.objects]
             stem = str(sample.number if made.shared else sample.number - first)
-            gray = 8 + 16 * sample.number
+            gray = 8 + 16 * (sample.number % 16)
             form = Picture(split, "", stem, ".jpg", *SIZE, 1, True, "RGB", gray, tuple(things))
             pictures.append(form)
+    return write_world(root, layout, NAMES, pictures)
+
+
+def write_world(root: Path, layout: str, names: tuple[str, ...], pictures: list[Picture]) -> Path:
     empty = frozenset[str]()
-    world = World(layout, "", empty, NAMES, tuple(pictures), (), False, False, "NFC", "", empty)
+    world = World(layout, "", empty, names, tuple(pictures), (), False, False, "NFC", "", empty)
     written = Tree(root)
-    write_world(world, written)
+    LAYOUTS[layout][1](world, written)
     return written.data
 
 
+coco = partial(generated, layout="coco: images")
+flat_coco = partial(generated, layout="coco: flat")
+roboflow_coco = partial(generated, layout="coco: roboflow", count=3)
 voc_lists = partial(generated, layout="voc: lists")
 voc_mirrored = partial(generated, layout="voc: mirrored")
 roboflow_yolo = partial(generated, layout="yolo: roboflow")

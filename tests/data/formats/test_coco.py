@@ -72,18 +72,6 @@ def trained(checked: Checked) -> list[list[float]]:
     return boxes
 
 
-def test_labels_are_ranks_in_the_file(tmp_path: Path) -> None:
-    """A byte order mark is accepted."""
-    annotations = read(written(tmp_path, "\ufeff" + json.dumps(document())))
-    checked = check_annotations(annotations)
-    assert [c.name for c in annotations.classes] == ["brush", "sign"]
-    assert checked.objects.labels.tolist() == [1, 2]
-    assert checked.objects.starts.tolist() == [0, 0, 2]
-    assert trained(checked) == [[10, 10, 30, 30], [0, 0, 5, 5]]
-    assert checked.objects.is_crowd.tolist() == [False, True]
-    assert checked.findings == []
-
-
 @pytest.mark.parametrize("name", ["images", "annotations", "categories"])
 def test_a_table_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
     text = json.dumps(document())[:-1] + f',\n\n"{name}" : []}}'
@@ -123,6 +111,7 @@ def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9)
         ("images", [image(7), image(7)], "duplicate image ids: 7"),
         ("annotations", [thing(5, image=4)], "images that the file does not list: 5 .image 4."),
         ("categories", [{"id": 12, "name": n} for n in "ab"], "duplicate category ids: 12"),
+        ("categories", [], "no categories"),
         ("images", [image(name="../x.jpg")], "not a plain path"),
         ("images", [image(name="/etc/passwd")], "not a plain path"),
         ("images", [image(width=0)], "size 0 x 9"),
@@ -135,11 +124,6 @@ def test_broken_references_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         check(tmp_path, **{table: entries})
-
-
-def test_no_categories(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no categories"):
-        check(tmp_path, categories=[], annotations=[])
 
 
 def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
@@ -223,21 +207,8 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
             assert i in dropped
 
 
-def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
-    entries = [thing(100 - i, (3, 7)[i % 2], bbox=[i, 0, 5, 5]) for i in range(40)]
-    objects = check(tmp_path, annotations=entries).objects
-    assert objects.starts.tolist() == [0, 20, 40]
-    assert objects.boxes[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
-
-
-def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
-    """As in merged datasets: each would have the other's objects as background."""
-    images = [image(n, f"{name}.jpg", 100, 50) for n, name in ((7, "a"), (9, "b"), (3, "a"))]
-    annotations, _ = resolve_images(coco.read(written(tmp_path, document(images=images))))["train"]
-    assert annotations.image_ids.tolist() == [7, 9]
-    assert [f.image_id for f in annotations.findings] == [3]
-    assert annotations.rows.tolist() == [0, 0]
-    images[2]["width"] = 101
+def test_entries_of_one_file_must_agree(tmp_path: Path) -> None:
+    images = [image(7, "a.jpg", 100, 50), image(3, "a.jpg", 101, 50)]
     with pytest.raises(DataError, match=r"a\.jpg"):
         resolve_images(coco.read(written(tmp_path, document(images=images))))
 

@@ -117,23 +117,6 @@ def error_of(content: bytes, slice_bytes: int = SLICE_BYTES) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        (lambda d: d["annotations"][77].update(bbox=["x"]), "$.annotations[77].bbox[0]"),
-        (lambda d: d["annotations"][77].pop("image_id"), "$.annotations[77]"),
-        (lambda d: d["categories"][1].pop("name"), "$.categories[1]"),
-        (lambda d: d.update(annotations={"id": 1}), "$.annotations"),
-    ],
-)
-def test_errors_name_the_place_in_the_file(
-    change: Callable[[dict[str, Any]], Any], place: str
-) -> None:
-    content = document()
-    change(content)
-    assert place in (error_of(encode(content)) or "")
-
-
 @given(st.integers(0, 12_000), st.binary(max_size=4), st.integers(0, 5))
 def test_any_damage_has_the_same_result(place: int, inserted: bytes, removed: int) -> None:
     text = encode({key: value for key, value in document().items() if key != "info"})

@@ -26,8 +26,6 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
 from ssdctl.runtime.safe_text import quoted
 
-TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
-
 
 def prepared(cli: Cli, data: object, *options: object) -> Result:
     """The output of `prepare`, which succeeds."""
@@ -53,43 +51,20 @@ def counts(data: Path) -> tuple[int, int]:
     return size.trainable, len(size.classes)
 
 
-@pytest.mark.parametrize("make", [exports.roboflow_coco, exports.label_studio_coco])
-def test_ids_and_paths_of_tools(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    data = make(tmp_path / "export")
-    before = {p for p in data.rglob("*") if p.is_file()}
-    assert counts(data) == (5, 2)
-    assert {p for p in data.rglob("*") if p.is_file()} == before  # a dry run writes nothing
-    train = opened(data)
-    assert [c.name for c in train.classes] == list(exports.NAMES)
-    truth = sorted(
-        (label + 1, *np.round([x, y, x + w, y + h]).tolist())
-        for sample in exports.samples()
-        for label, x, y, w, h in sample.objects
-    )
-    boxes = np.round(np.asarray(train.boxes) * [*exports.SIZE, *exports.SIZE])
-    assert sorted((int(n), *b) for n, b in zip(train.labels, boxes.tolist(), strict=True)) == truth
-
-
-def test_an_export_is_trained_on_scored_and_reported(tmp_path: Path, cli: Cli) -> None:
-    data = exports.label_studio_coco(tmp_path / "export")
-    result = cli("train", "--data", data, "--out", "run", *TRAIN.split())
-    assert result.code == 0, result.err
-    options = ["--split", "train", "--device", "cpu", "--json", "--verify"]
-    result = cli("evaluate", "run/checkpoints/last.pt", *options)
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["images"] == 6
-    assert cli("report", "run").code == 0
-
-
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
     tmp_path: Path, split: str
 ) -> None:
     root = exports.roboflow_coco(tmp_path / "export")
+    for name in ("train", "valid", "test"):
+        with exports.edited(root / name / "_annotations.coco.json") as content:
+            things = [c | {"supercategory": "parts"} for c in content["categories"]]
+            content["categories"] = [{"id": 0, "name": "parts", "supercategory": "none"}, *things]
+    assert counts(root) == (5, 2)
+    assert "parts" in read(root)["train"].notes[0]
     with exports.edited(root / split / "_annotations.coco.json") as content:
         content["annotations"][0]["category_id"] = 0
     assert counts(root) == (5, 3)
-    assert "parts" in read(exports.roboflow_coco(tmp_path / "usual"))["train"].notes[0]
     splits = open_dataset(*folders(root))
     for name in ("train", "val", "test"):
         assert [c.name for c in splits[name].classes] == ["parts", *exports.NAMES]
@@ -106,13 +81,13 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
 
 
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
-    root = exports.cvat_coco(tmp_path / "cvat", ("train", "val"))
+    root = exports.coco(tmp_path / "parts")
     for path in root.glob("annotations/*.json"):
         with exports.edited(path) as content:
             content["categories"] = [c | {"name": "bolt"} for c in content["categories"]]
     train, val = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "have the same name" in train.warnings[0]
-    assert "bolt (id 1), bolt (id 2)" in train.warnings[0]
+    assert "bolt (id 1), bolt (id 4)" in train.warnings[0]
     assert not any("bolt (id 1)" in warning for warning in val.warnings)
     export_dataset(open_dataset(root, tmp_path / "store"), tmp_path / "o", "yolo")
     open_dataset(tmp_path / "o", tmp_path / "store2")
@@ -124,7 +99,6 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "found", "hint"),
     [
-        ({"a.zip": ""}, r"1 \.zip file such as a\.zip", "unpack"),
         ({"a.jpg": "", "p.vott": "{}"}, r"p\.vott", "vott_json"),
         ({"images/P1.png": "", "labelTxt/P1.txt": "imagesource:x"}, r"P1\.txt", "DOTA2COCO.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
@@ -133,7 +107,6 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
             r"2 \.jpg files such as b\.JPG \(",
             "these images have no labels: draw",
         ),
-        ({"train-00000-of-00256": "?"}, r"1 TFRecord file such as train-0", "ssdctl download"),
         ({}, r"dataset.toml, annotations/\*\.json.*data\.yaml", "give the folder"),
     ],
 )
@@ -148,8 +121,10 @@ def test_what_a_folder_has_instead_of_a_dataset_is_named(
 
 
 def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
-    exports.cvat_coco(tmp_path / "cvat", ("Train", "Validation"))
+    exports.coco(tmp_path / "cvat")
     file = Path("cvat/annotations/instances_Train.json")
+    file.with_name("instances_train.json").rename(file)
+    file.with_name("instances_val.json").rename(file.with_name("instances_Validation.json"))
     for data in (Path("cvat"), file):
         splits = {s["split"] for s in json.loads(prepared(cli, data, "--json").out)["splits"]}
         assert splits == ({"train"} if data == file else {"train", "val"})
@@ -159,7 +134,7 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
-    root = exports.label_studio_coco(tmp_path / "training_demo/images/my export")
+    root = exports.flat_coco(tmp_path / "training_demo/images/my export")
     for given in (tmp_path, root.parent, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
@@ -182,11 +157,11 @@ def refused(cli: Cli, *command: object) -> str:
 
 
 def two_formats(root: Path) -> None:
-    exports.generated(exports.label_studio_coco(root), "voc: labelme2voc")
+    exports.generated(exports.flat_coco(root), "voc: labelme2voc")
 
 
 def two_files_for_a_split(root: Path) -> None:
-    path = exports.label_studio_coco(root) / "result.json"
+    path = exports.flat_coco(root) / "result.json"
     shutil.copy(path, path.with_name("result-2.json"))
 
 
@@ -238,11 +213,6 @@ def test_names_of_tools_are_resolved(folder: Path, name: str, file: str) -> None
 def test_file_names_that_fit_several_files(folder: Path) -> None:
     with pytest.raises(DataError, match=r"c\.jpg, one/c\.jpg, two/c\.jpg"):
         resolve_images({"train": annotations(folder, "/data/upload/three/c.jpg")})
-
-
-def test_image_sizes_that_are_missing(folder: Path) -> None:
-    resolved, _ = resolve_images({"train": annotations(folder, "a.jpg", size=(0, 0))})["train"]
-    assert resolved.sizes.tolist() == [[100, 50]]
 
 
 def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
@@ -369,10 +339,10 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
 
 
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
-    images = exports.cvat_coco(tmp_path / "cvat") / "images"
+    images = exports.coco(tmp_path / "cvat") / "images/train"
     toml = f'[train]\nimages = "{images}"\nannotations = "a.json"\n'
     exports.tree(tmp_path / "mine", {"dataset.toml": toml})
-    shutil.move(tmp_path / "cvat/annotations/instances_default.json", tmp_path / "mine/a.json")
+    shutil.move(tmp_path / "cvat/annotations/instances_train.json", tmp_path / "mine/a.json")
     prepared(cli, "mine")
 
 
@@ -395,8 +365,8 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
 def test_dropping_over_5_percent_is_refused_with_the_reasons(
     tmp_path: Path, cli: Cli, break_it: Callable[..., None], reason: str
 ) -> None:
-    exports.cvat_coco(tmp_path)
-    with exports.edited(tmp_path / "annotations/instances_default.json") as content:
+    exports.flat_coco(tmp_path)
+    with exports.edited(tmp_path / "result.json") as content:
         break_it(content)
     error = refused(cli, "prepare", "--data", tmp_path)
     assert reason in error
@@ -415,8 +385,8 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
 def test_a_dataset_without_anything_to_train_on_is_refused_whatever_is_allowed(
     tmp_path: Path, cli: Cli, break_it: Callable[..., None], reason: str
 ) -> None:
-    exports.cvat_coco(tmp_path)
-    with exports.edited(tmp_path / "annotations/instances_default.json") as content:
+    exports.flat_coco(tmp_path)
+    with exports.edited(tmp_path / "result.json") as content:
         break_it(content)
     error = refused(cli, "prepare", "--data", tmp_path, "--allow-dropped")
     assert reason in error
