@@ -52,7 +52,6 @@ class Command:
     Args:
         folder: The operations below it are counted.
         has_links: Whether its file system has hard links.
-        variables: Added to the environment.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Command:
         *,
         fault: Fault | None = None,
         has_links: bool = True,
-        **variables: str,
     ) -> None:
         words = [str(a) for a in arguments]
         self.line = f"ssdctl {shlex.join(words)}"
@@ -71,13 +69,10 @@ class Command:
             self.line += f"   # {fault.name} at file operation {fault.at} below {folder}"
         self._log = log
         hook = _Hook(str(folder), fault, has_links)
-        self._process = CONTEXT.Process(
-            target=_run, args=(words, log, hook, variables), daemon=True
-        )
+        self._process = CONTEXT.Process(target=_run, args=(words, log, hook), daemon=True)
         self._process.start()
 
     def wait(self) -> tuple[int, str]:
-        """Return the exit code and what the command wrote."""
         self._process.join(DEADLINE_S)
         code = self._process.exitcode
         self._process.kill()
@@ -133,7 +128,7 @@ class _Hook:
             raise OSError(number, os.strerror(number), path)
 
 
-def _run(words: list[str], log: Path, hook: _Hook, variables: dict[str, str]) -> None:
+def _run(words: list[str], log: Path, hook: _Hook) -> None:
     from ssdctl.cli.main import main
     from ssdctl.evaluation.analysis import BackgroundScoring, score
     from ssdctl.evaluation.coco_ap import read_ground_truth
@@ -145,7 +140,7 @@ def _run(words: list[str], log: Path, hook: _Hook, variables: dict[str, str]) ->
         return score(read_ground_truth(scoring._annotations), *scoring._job)
 
     BackgroundScoring._run = score_here  # type: ignore[assignment, method-assign]
-    os.environ.update(variables)
+    os.environ["OMP_NUM_THREADS"] = "1"
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -23,7 +23,6 @@ MAX_GROWTH_BYTES = 200 << 20
 
 
 def enlarge(path: Path) -> None:
-    """Make a file larger than any limit."""
     path.parent.mkdir(exist_ok=True)
     path.touch()
     os.truncate(path, HUGE_BYTES)

@@ -72,7 +72,6 @@ def refuse(number: int, *_: object, **__: object) -> None:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the calls to the disk, in order."""
     calls: list[str] = []
     fsync, replace = os.fsync, Path.replace
 

@@ -55,12 +55,9 @@ def test_tables_list_what_there_is() -> None:
     }
     packages = {path.name for path in (ROOT / "ssdctl").iterdir() if path.suffix == ".py"}
     packages |= {path.parent.name for path in (ROOT / "ssdctl").glob("*/__init__.py")}
+    devices = {f"--device {name}" for name in (*DEVICE_TYPES, "NAME")}
     found = [
-        (
-            table("devices.md", "device"),
-            1,
-            {f"--device {name}" for name in (*DEVICE_TYPES, "NAME")},
-        ),
+        (table("devices.md", "device"), 1, devices),
         (table("export.md", "`--format`"), 0, {*FORMATS}),
         (table("export.md", "option"), 0, {*(f"--nms {name}" for name in NMS), "--raw"}),
         (table("predict.md", "FORMAT"), 0, {*typing.get_args(SaveFormat)}),
@@ -71,12 +68,10 @@ def test_tables_list_what_there_is() -> None:
     ]
     for rows, column, expected in found:
         assert {*named(row[column] for row in rows)} == expected
-    assert {row[0] for row in table("evaluate.md", "type")} == {
-        *map(str.lower, ERROR_NAMES.values())
-    }
-    listed = {
-        Path(name).name for name in named(row[0] for row in table("architecture.md", "package"))
-    }
+    errors = {*map(str.lower, ERROR_NAMES.values())}
+    assert {row[0] for row in table("evaluate.md", "type")} == errors
+    names = named(row[0] for row in table("architecture.md", "package"))
+    listed = {Path(name).name for name in names}
     assert listed == packages - {"__init__.py", "__main__.py", "_version.py"}
 
 

@@ -148,7 +148,6 @@ class Typed(NamedTuple):
 
 @st.composite
 def typed(draw: Any, setting: Setting, layer: str) -> Typed:
-    """Return one value of a setting in a layer, by any of its spellings."""
     value = draw(values(setting))
     if layer == "option":
         return draw(as_option(setting, value))
@@ -188,7 +187,6 @@ OF_TRAIN = select("data.*", "model.*", "train.*")
 
 @st.composite
 def lines(draw: Any, pool: tuple[Setting, ...]) -> list[Typed]:
-    """Return one to four settings, each in one to three layers."""
     of_any = st.sampled_from(OF_TRAIN) | st.sampled_from(pool)
     chosen = draw(st.lists(of_any, min_size=1, max_size=4, unique=True))
     found = []
@@ -338,7 +336,6 @@ PLAN_OPTION = (
 
 
 def opened(words: list[str]) -> tuple[Result, dict[str, Any]]:
-    """Train up to the first step; return the refusal, or the plan."""
     from ssdctl.training.trainer import Trainer
 
     def stop(trainer: Trainer) -> None:
@@ -404,7 +401,6 @@ def read(*words: str) -> str:
 
 
 def own_option(parameter: inspect.Parameter) -> st.SearchStrategy[Typed]:
-    """Return an option that is no setting, with a value."""
     kind, about = typing.get_args(parameter.annotation)
     written = [w for w in (about.default, *(about.param_decls or ())) if str(w).startswith("--")]
     flag = str([f"--{parameter.name.replace('_', '-')}", *written][-1])
@@ -438,7 +434,6 @@ COMMON = {"config_file", "assignments", "short_help", "as_json", "quiet", "verbo
 
 @st.composite
 def of_any_command(draw: Any) -> tuple[list[str], list[Typed]]:
-    """Return a command with its arguments, and some of its options."""
     name = draw(st.sampled_from(sorted(COMMANDS)))
     signature = inspect.signature(COMMANDS[name].callback)
     words, options, pool = name.split(), list[Typed](), list[Any]()

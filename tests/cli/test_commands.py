@@ -10,39 +10,81 @@ from pathlib import Path
 import pytest
 from conftest import Cli, Result
 
+MISTAKES = [
+    ("train --data none --device cpu", 3, "none: "),
+    ("train --data . --device cpu", 3, "annotations"),
+    ("fetch-weights tiny-imagenet-v1", 2, "tiny has no"),
+    ("train --fake-data --device hpu", 2, "habana_frameworks"),
+    ("evaluate none.pt", 2, "none.pt"),
+    ("evaluate text.pt", 5, "torch.save did not write it"),
+    ("evaluate text.json --data .", 3, "annotations"),
+    ("report .", 2, "metrics.jsonl"),
+    ("export text.pt --format mlperf --out x", 5, "text.pt"),
+    ("prepare --split 80", 2, "80% is 0.8"),
+    ("prepare --data dataset --split 0.9", 2, "has validation images already"),
+    ("prepare --data dataset --classes bal", 2, "did you mean 'ball'"),
+    ("prepare --data dataset --from yolo", 3, "not YOLO"),
+    ("prepare --data dataset --shrink 100", 2, "--shrink"),
+    ("prepare --data dataset --store text.pt/x", 6, "--store"),
+    ("download --dest data --verify --dry-run", 2, "--dry-run"),
+    ("download --dest data --part val --manifest m.toml", 2, "--part"),
+    ("download --dest data --dataset shapes --part val", 2, "--part"),
+    ("download --manifest none.toml", 2, "none.toml"),
+    ("download --mirror m.org", 2, "--mirror"),
+    ("download --dest s3://bucket/coco", 2, "s3://bucket/coco"),
+    # Typing errors, and options of other programs: see test_command_lines.py, test_docs.py.
+    ("config shw", 2, "'show'"),
+    ("val", 2, "'evaluate'"),
+    ("prepare photos", 2, "--data"),
+    ("train --epoch 3", 2, "--epochs"),
+    ("train --flux-capacitor", 2, "ssdctl train --help"),
+    ("export", 2, "--format FORMAT: onnx, "),
+    ("train --hpus 8 --bs 4", 2, "--hpus: use ssdctl launch --hpus 8"),
+    ("launch --cpus 2 -- evaluate --amp x.pt", 2, "--amp: use --bf16 ("),
+    ("report --lr .1", 2, "--lr: use ssdctl train --lr .1"),
+    ("launch --gpus 2 --time 60", 2, "--time: use ssdctl launch --set slurm.time=60"),
+    ("train --device 1", 2, "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
+    ("train --mode benchmark-training", 2, "--mode: use ssdctl benchmark train"),
+    ("train --multistep 43 54", 2, "--multistep: use --decay-epochs 43,54 (with commas"),
+    ("launch -np", 2, "--hpus"),
+    ("train -v5", 2, "--log-every 5"),
+    ("train --profile 9012", 2, "--profile 50,53"),
+    ("train --dry-run -e 64.5", 2, "--steps N"),
+    ("train --dry-run --set train.warmup=50", 2, "--warmup 50st"),
+    ("train --dry-run --warmup 60", 2, "--warmup 60ep"),
+    ("launch --dry-run", 2, "--cpus"),
+    ("launch --cpus 2 --set train.device=hpu --dry-run", 2, "--device hpu"),
+    ("launch --tpus 4 --launcher slurm --dry-run", 2, "slurm"),
+    ("launch --hpus 8 --hostfile absent --dry-run", 2, "absent"),
+    ("launch --cpus 2 8 --dry-run", 2, "'8'"),
+    # What the ranks would refuse.
+    ("launch --hpus 8 --fp16 --dry-run", 2, "fp16"),
+    ("launch --tpus 4 --execution lazy --dry-run", 2, "--execution compile or eager"),
+    ("launch --tpus 4 --tpu-version v3 --execution compile --dry-run", 2, "--execution lazy"),
+    ("launch --gpus 8 --warmup 1200 --dry-run", 2, "--warmup 1200st"),
+    ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
+    ("launch --cpus 2 -- launch --cpus 2", 2, "'launch'"),
+    ("launch --cpus 2 -- train --batch-splits 3", 2, "--accumulate"),
+    # Options before -- are train's, and train is not what is launched.
+    ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
+    ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "named"),
-    [
-        (["train", "--data", "none", "--device", "cpu"], 3, "none: "),
-        (["train", "--data", ".", "--device", "cpu"], 3, "annotations"),
-        (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
-        (["fetch-weights", "tiny-imagenet-v1"], 2, "tiny has no"),
-        (["train", "--fake-data", "--device", "hpu"], 2, "habana_frameworks"),
-        (["evaluate", "none.pt"], 2, "none.pt"),
-        (["evaluate", "text.pt"], 5, "torch.save did not write it"),
-        (["evaluate", "text.json", "--data", "."], 3, "annotations"),
-        (["predict", "text.pt", "text.pt"], 5, "text.pt"),
-        (["prepare", "--data", "none"], 3, "none: "),
-        (["report", "."], 2, "metrics.jsonl"),
-        (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "text.pt"),
-        (["config", "validate", "none.toml"], 2, "none.toml"),
-        (["benchmark", "data", "--seconds", "0"], 2, "--seconds"),
-        (["prepare", "--split", "80"], 2, "80% is 0.8"),
-        (["prepare", "--split", "87.5%"], 2, "87.5% is 0.875"),
-    ],
-)
+
+@pytest.mark.usefixtures("dataset")
+@pytest.mark.parametrize(("line", "code", "named"), MISTAKES)
 def test_mistakes_get_one_message_and_their_code(
-    cli: Cli, arguments: list[str], code: int, named: str
+    cli: Cli, line: str, code: int, named: str
 ) -> None:
     Path("text.pt").write_text("hello")
     Path("text.json").write_text("[]")
-    result = cli(*arguments)
-    assert result.code == code, result.err
-    assert named in result.err
+    before = {*Path().rglob("*")}
+    result = cli(*line.split())
+    assert (result.code, result.out, named in result.err) == (code, "", True), result.err
+    assert "\nerror: " in f"\n{result.err}"
     assert "Traceback" not in result.err
     assert "%" not in result.err or "%" in named
-    assert result.out == ""
+    assert {*Path().rglob("*")} == before
 
 
 def test_an_unexpected_exception_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,32 +21,6 @@ TPU = (
 )
 
 
-@pytest.mark.parametrize(
-    ("line", "instead"),
-    [
-        ("train --hpus 8 --bs 4", "--hpus: use ssdctl launch --hpus 8"),
-        ("launch --cpus 2 -- evaluate --amp x.pt", "--amp: use --bf16 ("),
-        ("report --lr .1", "--lr: use ssdctl train --lr .1"),
-        ("launch --gpus 2 --time 60", "--time: use ssdctl launch --set slurm.time=60"),
-        ("train --device 1", "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
-        ("train --mode benchmark-training", "--mode: use ssdctl benchmark train"),
-        ("train --multistep 43 54", "--multistep: use --decay-epochs 43,54 (with commas"),
-        ("train --fp32 --bf16", "--bf16 and --fp32"),
-        ("train --use-hpu=3", "does not take a value"),
-        ("launch -np", "--hpus"),
-        ("train -v5", "--log-every 5"),
-        ("launch -v 5", "--log-every 5"),
-        ("train --profile 9012", "--profile 50,53"),
-        ("train --set train.profile=9012", "FIRST,LAST"),
-    ],
-)
-def test_a_foreign_option_has_its_replacement(cli: Cli, line: str, instead: str) -> None:
-    """The rest of the table: test_a_line_of_another_program_is_refused_at_once, test_docs.py."""
-    result = cli(*line.split())
-    assert (result.code, result.out) == (2, "")
-    assert instead in result.err
-
-
 def test_an_option_with_a_wrong_letter_is_recognized() -> None:
     missed, count = [], 0
     for name, command in click_root().commands.items():
@@ -97,26 +71,10 @@ def test_a_warmup_with_its_unit_may_end_after_a_decay(cli: Cli) -> None:
         assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        ("-e 64.5", "--steps N"),
-        ("--set train.warmup=50", "--warmup 50st"),
-        ("--warmup 60", "--warmup 60ep"),
-        ("--backbone-weights there.ckpt-1.index", "TensorFlow"),
-    ],
-)
-def test_a_mistake_of_other_programs_has_a_hint(cli: Cli, options: str, hint: str) -> None:
-    Path("there.ckpt-1.index").touch()
-    result = cli("train", *options.split(), "--dry-run")
-    assert (result.code, result.out, hint in result.err) == (2, "", True), result.err
-
-
 EIGHT_CARDS = ["launch", "--hpus", "8", "--cores-per-node", "48", "--dry-run", "--json"]
 
 
 def ranks_options(cli: Cli, *arguments: str) -> set[str]:
-    """The options that `launch` passes to the ranks' `train`."""
     result = cli(*EIGHT_CARDS, *arguments)
     assert result.code == 0, result.err
     argv = json.loads(result.out)["argv"]

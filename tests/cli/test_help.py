@@ -75,32 +75,6 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
     assert found["torch"] == metadata.version("torch")
 
 
-@pytest.mark.parametrize(
-    ("line", "error", "hint"),
-    [
-        ("config shw", "'shw'", "'show'"),
-        ("val", "'val'", "'evaluate'"),
-        ("prepare photos", "photos", "--data"),
-        ("train --epoch 3", "--epoch", "--epochs"),
-        ("train --batchsize 8", "--batchsize", "--bs"),
-        ("train --flux-capacitor", "--flux-capacitor", "ssdctl train --help"),
-        ("export", "--format", "--format FORMAT: onnx, "),
-        ("download --dest", "--dest", "--dest DIR: "),
-        ("push a hf://b/c --samples many", "--samples", "--samples N: "),
-    ],
-)
-def test_a_mistyped_line_gets_one_error_and_a_hint(
-    cli: Cli, line: str, error: str, hint: str
-) -> None:
-    result = cli(*line.split())
-    assert (result.code, result.out) == (2, "")
-    first, second = result.err.splitlines()
-    assert first.startswith("error: ")
-    assert error in first
-    assert second.startswith("hint: ")
-    assert hint in second
-
-
 def test_no_command_shows_the_help_and_fails(cli: Cli) -> None:
     for group in ([], ["config"]):
         result = cli(*group)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from data.formats import exports
 
 from ssdctl.config import PrepareConfig
@@ -19,7 +19,6 @@ from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import PackedImages
 from ssdctl.errors import DataError
 
-Cli = Callable[..., Result]
 INDEX_ONLY = PrepareConfig(pack=False)
 COCO = "annotations/instances_train2017.json"
 FORMATS = [exports.roboflow_yolo, exports.voc_lists, exports.open_images, exports.cvat_xml]

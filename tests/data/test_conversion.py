@@ -32,7 +32,6 @@ INDEX_ONLY = PrepareConfig(pack=False)
 
 @pytest.fixture
 def undivided(dataset: Path) -> Path:
-    """A dataset without a validation split."""
     shutil.rmtree(dataset / "val2017")
     (dataset / "annotations/instances_val2017.json").unlink()
     return dataset

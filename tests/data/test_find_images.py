@@ -98,31 +98,10 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
         {"train": "images/val/0.jpg -"},
     ),
-    "a missing image of a folder val in the folder of the split": (
-        "images/train/1.bmp images/train/val/1.bmp images/val/1.jpg images/val/val/2.jpg",
-        {
-            "annotations/instances_train.json": coco("1.bmp val/1.bmp"),
-            "annotations/instances_val.json": coco("1.jpg val/1.jpg val/2.jpg"),
-        },
-        {
-            "train": "images/train/1.bmp images/train/val/1.bmp",
-            "val": "images/val/1.jpg - images/val/val/2.jpg",
-        },
-    ),
-    "two missing images of the folder above": (
-        "train2017/cam1/1.bmp train2017/cam1/2.jpg",
-        {"annotations/instances_train2017.json": coco("2.jpg 1.bmp cam1/1.bmp")},
-        {"train": "- - train2017/cam1/1.bmp"},
-    ),
     "CVAT, a file per split": (
         "images/train/a.jpg images/val/a.jpg",
         {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
         {"train": "images/train/a.jpg", "val": "images/val/a.jpg"},
-    ),
-    "Open Images, drawings of its images": (
-        "train/a.jpg drawn/train/a.png",
-        {"train-annotations-bbox.csv": openimages("a")},
-        {"train": "train/a.jpg"},
     ),
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
@@ -149,11 +128,6 @@ def test_the_images_that_labels_mean(tmp_path: Path, name: str) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
     # a name: images, labels, and what the error names
-    "masks beside labels": (
-        "photos/a.jpg annots/masks/a.jpg",
-        {"annots/a.xml": voc("a.jpg")},
-        ("photos/a.jpg", "annots/masks/a.jpg"),
-    ),
     "the image with the stem, and the named one": (
         "JPEGImages/b.jpg thumbs/a.jpg",
         {"Annotations/a.xml": voc("b.jpg")},
@@ -178,11 +152,6 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         "photo/0.png",
         {"a.json": coco("cam1/0.png cam2/0.png")},
         ("cam1/0.png", "cam2/0.png", "photo/0.png"),
-    ),
-    "a missing image, and the long name of another": (
-        "train/a.jpg val/val/a.jpg",
-        {"train/l.csv": csv("a.jpg"), "val/l.csv": csv("a.jpg val/a.jpg")},
-        ("not below", ": a.jpg"),
     ),
     "YOLO without a label": (
         "img/a.jpg",
@@ -290,28 +259,6 @@ def test_the_innermost_word_is_the_split(path: str, split: str | None) -> None:
     assert split_of(path) == split
 
 
-def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
-    splits = read_dataset(
-        dataset(tmp_path, "pics/a.jpg", {"a.csv": csv("/home/me/a.jpg")}), AUTOMATIC
-    )
-    (note,) = splits["train"].notes
-    assert "'/home/me/a.jpg' to pics/a.jpg" in note
-
-
-def test_folders_of_splits_that_labels_do_not_name_are_noted(tmp_path: Path) -> None:
-    data = dataset(tmp_path, "train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")})
-    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
-    assert "(train: 1, val: 1)" in note
-
-
-def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:
-    yaml = "names: [x]\ntrain: images/train\n"
-    labels = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
-    data = dataset(tmp_path, "images/train/cam1/0.png", {"data.yaml": yaml, **labels})
-    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
-    assert "labels/train/0.txt" in note
-
-
 def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
     data = dataset(tmp_path, "pics/a.jpg", {"a.json": coco("a.jpg")})
     train = annotations_with_images(data, data / "prepared")["train"]
@@ -319,11 +266,25 @@ def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
     assert not (data / "prepared").exists()
 
 
-def test_another_word_than_in_data_yaml_is_noted(tmp_path: Path) -> None:
-    data = dataset(tmp_path, *CASES["data.yaml with another word"][:2])
-    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
-    assert "../valid" in note
-    assert "val is used" in note
+CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
+NOTED = [
+    ("pics/a.jpg", {"a.csv": csv("/home/me/a.jpg")}, "'/home/me/a.jpg' to pics/a.jpg"),
+    ("train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")}, "(train: 1, val: 1)"),
+    (
+        "images/train/cam1/0.png",
+        {"data.yaml": "names: [x]\ntrain: images/train\n", **CAM1},
+        "labels/train/0.txt",
+    ),
+    (*CASES["data.yaml with another word"][:2], "../valid"),
+]
+
+
+@pytest.mark.parametrize(("images", "labels", "words"), NOTED)
+def test_what_was_not_exactly_as_the_labels_say_is_noted(
+    tmp_path: Path, images: str, labels: dict[str, str], words: str
+) -> None:
+    (note,) = read_dataset(dataset(tmp_path, images, labels), AUTOMATIC)["train"].notes
+    assert words in note
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,8 @@ def check_batches(split: Split, pictures: Collection[Picture], augment: str) -> 
     config = LoaderConfig(7, 4, 1, max(split.most_boxes, 1), augment)
     by_gray = {picture.gray: picture for picture in pictures}
     for batch in TrainLoader(split, config).batches(0, 1 + len(split.trainable) // 4):
-        for pixels, boxes, labels, row in zip(
-            batch.images.numpy(),
-            batch.boxes.numpy(),
-            batch.labels.tolist(),
-            batch.rows,
-            strict=True,
-        ):
+        parts = batch.images.numpy(), batch.boxes.numpy(), batch.labels.tolist(), batch.rows
+        for pixels, boxes, labels, row in zip(*parts, strict=True):
             whole = split.decode(int(row))[1, 1].astype(int).mean()
             picture = by_gray[int(np.rint((whole - 8) / 16)) * 16 + 8]
             colors = [(t.name, picture.shade(t.color)) for t in picture.things]
@@ -345,7 +340,6 @@ def config_of(values: Mapping[str, str]) -> Config:
 
 
 def rewrite(world: World, tree: Tree) -> Tree:
-    """Write another world in place of a tree."""
     new = write(world, tree.root)
     for file in tree.files - new.files:
         file.unlink()
@@ -407,9 +401,7 @@ def check_world(world: World, folder: Path) -> None:
     for augment in ("none", "ssd"):
         check_batches(splits["train"], truth["train"].values(), augment)
     target = ("coco", "yolo", "voc")[len(world.pictures) % 3]
-    note(
-        shlex.join(["ssdctl", "dataset", "export", str(tree.data), "--to", target, "--out", "out"])
-    )
+    note(f"ssdctl dataset export {shlex.quote(str(tree.data))} --to {target} --out out")
     says_empty = not world.layout.startswith(("openimages", "kitti"))
     if world.layout.startswith("yolo"):
         says_empty = "no empty files" not in world.flags

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ from PIL import Image
 
 from ssdctl.boxes import box_cxcywh_to_ltrb, default_boxes_cxcywh, pairwise_iou
 from ssdctl.data.default_boxes import can_match
-
-Cli = Callable[..., Result]
 
 
 def prepared(cli: Cli, data: Path) -> tuple[dict[str, Any], str]:

@@ -68,20 +68,14 @@ def write(root: Path, painted: list[Painted]) -> None:
 
 
 def colored(pixels: NDArray[np.uint8], n: int) -> tuple[int, Box]:
-    """Return how many pixels of object n are there, and their bounds."""
-    rows, columns = np.nonzero((pixels[..., 0] == n + 1) & (pixels[..., 1] == 200))
-    if not len(rows):
+    places = np.argwhere((pixels[..., 0] == n + 1) & (pixels[..., 1] == 200))
+    if not len(places):
         return 0, (0, 0, 0, 0)
-    return len(rows), (
-        int(columns.min()),
-        int(rows.min()),
-        int(columns.max()) + 1,
-        int(rows.max()) + 1,
-    )
+    (top, left), (bottom, right) = places.min(0).tolist(), (places.max(0) + 1).tolist()
+    return len(places), (left, top, right, bottom)
 
 
 def check_tile(split: Split, row: int, painted: Painted) -> None:
-    """Compare a tile's pixels with its objects: learned, ignored, or not there."""
     pixels = split.decode(row).copy()
     height, width = pixels.shape[:2]
     assert [width, height] == split.sizes[row].tolist()
@@ -142,12 +136,8 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
 ) -> None:
     """Without another word: `evaluate` and `predict` find the same, and the run resumes exactly."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    train = [
-        *["train", "--tile", "128", "--tile-overlap", "0.3", "--steps", "4", "--seed", "1"],
-        *TINY_RUN.split(),
-        "--data",
-        shapes,
-    ]
+    options = f"--tile 128 --tile-overlap 0.3 --steps 4 --seed 1 {TINY_RUN}"
+    train = ["train", "--data", shapes, *options.split()]
     assert cli(*train, "--out", whole).code == 0
     assert cli(*train, "--out", run, "--steps", 2).code == 0
     assert cli(*train, "--out", run, "--tile", 160).code == 2

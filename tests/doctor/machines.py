@@ -72,7 +72,6 @@ class Machine:
             self.put(folder / name, text)
 
     def package(self, name: str, version: str) -> None:
-        """Add the metadata of an installed package."""
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"
         info = f"{name.replace('-', '_')}-{version}.dist-info"
         self.put(self.packages / info / "METADATA", text)

@@ -30,7 +30,6 @@ class Request:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """(first, last) of the Range header."""
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         return (int(match[1]), int(match[2])) if match else None
 
@@ -137,7 +136,6 @@ class Server:
         return f"{self.scheme}://127.0.0.1:{self.http.server_address[1]}"
 
     def route(self, path: str, route: Route) -> str:
-        """Serve `route` at `path`; return its URL."""
         self.routes[path] = route
         return self.url + path
 

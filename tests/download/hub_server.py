@@ -35,7 +35,6 @@ class Repository:
     tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def commit(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """Return the commit id and the files of a revision."""
         for name, files in {"main": self.files, **self.tags}.items():
             content = json.dumps({k: hashlib.sha256(v).hexdigest() for k, v in files.items()})
             commit = hashlib.sha1(content.encode()).hexdigest()
@@ -45,8 +44,6 @@ class Repository:
 
 
 class HubServer(Server):
-    """Answers as the Hub does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.repositories: dict[str, Repository] = {}

@@ -172,7 +172,6 @@ def claims(template: str, more: int = 0) -> Route:
 
 
 def in_turn(*replies: Reply) -> Route:
-    """Return a route that sends these first, and then the file."""
     return lambda request: (
         replies[request.number] if request.number < len(replies) else FILE(request)
     )

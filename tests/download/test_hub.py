@@ -26,7 +26,6 @@ ARCHITECTURE = {"backbone": "tiny", "extra_norm": "none", "num_classes": 3}
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    """Return a model of random weights."""
     from safetensors.torch import save
 
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from download.http_server import Server, file
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
-from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.errors import NetworkError, UsageError
 from ssdctl.model.backbones.resnet import tiny as tiny_backbone
 from ssdctl.model.pretrained import all_weights, fetch_weights, find_weights, weights_named
 
@@ -55,12 +55,10 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("bytes = 7\n", "", "bytes"),
         ("bytes = 7", "bytes = 0", "bytes"),
         (HASH, HASH[:8], "sha256"),
         ("https:", "file:", "http"),
         ("bytes = 7", "bytes = 7\nmd5 = 1", "md5"),
-        (ENTRY, "file = []", "file"),
         (ENTRY, ENTRY + ENTRY, "a.zip"),
         (ENTRY, "[[file", "TOML"),
         ('"a.zip"', '"."', "name"),
@@ -72,12 +70,6 @@ def test_a_bad_manifest_is_refused(tmp_path: Path, old: str, new: str, complaint
         manifest(tmp_path, ENTRY.replace(old, new))
     with pytest.raises(UsageError, match="none"):
         read_manifest(tmp_path / "none.toml")
-
-
-@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a\\\\b", "a\\u0000b", ""])
-def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(IntegrityError):
-        manifest(tmp_path, ENTRY.replace("a.zip", name, 1))
 
 
 CONTENT = bytes(range(256)) * 1000

@@ -155,7 +155,6 @@ def with_dataset_toml(root: Path) -> Path:
 
 
 def results(folder: Path) -> Iterator[Target]:
-    """Detections in COCO's results format."""
     root, path = small_shapes(folder / "data"), folder / "detections.json"
     inputs = mutated_json([[BOX, {**BOX, "image_id": 2, "score": 0.25}]])
     command = ("evaluate", path, "--data", root)
@@ -197,7 +196,6 @@ def damaged_file_target(
 
 
 def build(path: Path) -> tuple[Any, Any, Any]:
-    """Read a checkpoint and build its network, with an optimizer."""
     read = load_checkpoint(path)
     model = load_network(read)
     config = resolve(environment={}).train
@@ -309,7 +307,6 @@ def config(folder: Path) -> Iterator[Target]:
 
 
 def assignments(_: Path) -> Iterator[Target]:
-    """`--set KEY=VALUE`."""
     samples = [b"train.lr=0.1", b"data.root=/data", b"kubernetes.env=A=b,C=d", b"train.warmup=3ep"]
     tokens = (b"train.", b"=", b",", b"evaluate.limit=", b"ep", b"st")
     numbers = itertools.count()
@@ -375,7 +372,6 @@ def reply(status: bytes, *headers: bytes, body: bytes = b"") -> bytes:
 
 
 def http(folder: Path) -> Iterator[Target]:
-    """A server's status line, headers and body, byte by byte."""
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
     policy = RetryPolicy(
@@ -465,38 +461,26 @@ def host_file(folder: Path) -> Iterator[Target]:
     yield file_target(path, inputs, lambda: read_hosts(path), *command, "--launcher", "mpirun")
 
 
+CSV = (b",", b'"', b"nan")
+JSON = (b"null", b"NaN", b"[]")
+YAML = (b"&a [*a]", b"!!python/object:os.system", b"<<: ", b": ")
+TOML = (b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]")
 TARGETS: dict[str, MakeTarget] = {
     "annotations: coco": coco,
     "annotations: voc": exported(exports.voc_lists, "Annotations/*.xml", *XML),
     "annotations: voc list": exported(exports.voc_lists, "ImageSets/Main/train.txt", b" -1"),
     "annotations: cvat": exported(exports.cvat_xml, "annotations.xml", *XML, b"<box ", b"<track "),
     "annotations: darknet": exported(exports.darknet, "obj.data", b"names = ", b"="),
-    "annotations: tf-csv": exported(exports.tf_csv, "data/train_labels.csv", b",", b'"', b"nan"),
-    "annotations: retinanet-csv": exported(
-        exports.retinanet_csv, "train.csv", b",", b'"', b"nan", b",,,,,"
-    ),
-    "annotations: via-json": exported(
-        exports.via_json, "train/via_region_data.json", b"null", b"NaN", b"[]", b'"name"'
-    ),
-    "annotations: labelme-json": exported(
-        exports.labelme_json, "labels/train/0.json", b"null", b"NaN", b"[]", b'"circle"'
-    ),
-    "annotations: createml-json": exported(
-        exports.createml_json, "train/*.json", b"null", b"NaN", b"[]", b"-1e999"
-    ),
+    "annotations: tf-csv": exported(exports.tf_csv, "data/train_labels.csv", *CSV),
+    "annotations: retinanet-csv": exported(exports.retinanet_csv, "train.csv", *CSV, b",,,,,"),
+    "annotations: via-json": exported(exports.via_json, "train/*.json", *JSON, b'"name"'),
+    "annotations: labelme-json": exported(exports.labelme_json, "labels/train/0.json", *JSON),
+    "annotations: createml-json": exported(exports.createml_json, "train/*.json", *JSON, b"-1e999"),
     "annotations: kitti": exported(exports.kitti, "training/label_2/*.txt", b" nan", b" -1"),
     "annotations: yolo": exported(exports.roboflow_yolo, "train/labels/*.txt", b"0 ", b" 0.5"),
-    "annotations: data.yaml": exported(
-        *(exports.roboflow_yolo, "data.yaml"),
-        *(b"&a [*a]", b"!!python/object:os.system", b"<<: ", b": "),
-    ),
-    "annotations: open images": exported(
-        exports.open_images, "*train*.csv", b",", b"/m/0bolt", b'"'
-    ),
-    "annotations: dataset.toml": exported(
-        *(with_dataset_toml, "dataset.toml"),
-        *(b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]"),
-    ),
+    "annotations: data.yaml": exported(exports.roboflow_yolo, "data.yaml", *YAML),
+    "annotations: open images": exported(exports.open_images, "*train*.csv", *CSV, b"/m/0bolt"),
+    "annotations: dataset.toml": exported(with_dataset_toml, "dataset.toml", *TOML),
     "annotations: results": results,
     "store": prepared_store,
     "checkpoint": checkpoint,

@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from conftest import Cli, Result
+from conftest import Cli
 from launch import plans
 from launch.plans import IN_A_POD
 
@@ -305,17 +305,10 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
     assert "--export-env=TOKEN" in containers(manifest)["launcher"]["command"]
 
 
-def in_pods(cli: Cli, *options: object, install: str = "ssdctl==1.0.0rc1") -> Result:
-    """Plan a training in pods that install ssdctl, with volumes at /runs and /data/coco."""
-    volumes = 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'
-    words = [*IN_A_POD[:-4], "--set", f"kubernetes.install={install}", "--set", volumes]
-    return cli("launch", *words, *options)
-
-
 def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
-    result = in_pods(cli, "--dry-run")
-    assert result.code == 0, result.err
-    mounts = containers(yaml.safe_load(result.out))["main"]["volumeMounts"]
+    volumes = 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'
+    manifest = planned(cli, *IN_A_POD[:-4], "--set", "kubernetes.install=ssdctl", "--set", volumes)
+    mounts = containers(manifest["manifest"])["main"]["volumeMounts"]
     assert [m["mountPath"] for m in mounts][:2] == ["/runs", "/data/coco"]
 
 

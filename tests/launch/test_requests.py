@@ -148,7 +148,6 @@ def planned(launch: Launch) -> tuple[Any, Result]:
 
 
 def check_command(words: list[str], launch: Launch) -> None:
-    """Check what the ranks run: the user's words, unchanged, and the device."""
     device = [] if launch.rest else [f"--device={DEVICES[launch.plural]}"]
     assert words == [*launch.wished, *device]
 

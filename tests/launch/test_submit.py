@@ -52,7 +52,6 @@ SetAnswers = Callable[[Answers], None]
 
 @pytest.fixture
 def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
-    """Return a function that sets the answers of the clients."""
     for name in ("sbatch", "scontrol", "kubectl"):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -69,7 +68,6 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
 
 
 def follow(job_id: str, plan: Job = KUBERNETES) -> tuple[int, list[str]]:
-    """Follow a job; return its exit code and its output."""
     output: list[str] = []
     return ENGINES[plan.launcher].follow(job_id, plan, output.append), output
 
@@ -118,9 +116,7 @@ def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
         ("FAILED", "1:0", 8),  # a code that any program leaves
         ("CANCELLED", "0:15", 130),
         ("TIMEOUT", "0:15", 8),
-        ("REVOKED", "0:0", 8),
         ("OUT_OF_MEMORY", "0:125", 8),
-        ("FAILED", "none", 8),
     ],
 )
 def test_the_end_of_a_slurm_job(
@@ -217,7 +213,6 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
 
 
 def worker(starts: int = 1, **state: object) -> tuple[int, str, str]:
-    """A worker with the state of its installation."""
     container = {"name": "install-ssdctl", "restartCount": starts - 1, **state}
     return pods(pod("w-0", initContainerStatuses=[container], containerStatuses=INITIALIZING))
 

@@ -12,14 +12,10 @@ from ssdctl.runtime.safe_text import redact_url, redact_urls
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("https://host/a/b.zip", "https://host/a/b.zip"),
         ("http://[::1]:8080/a", "http://[::1]:8080/a"),
-        ("https://bob:hunter2@host:1/a", "https://***@host:1/a"),
-        ("https://host/a?X-Amz-Signature=s3cret&b", "https://host/a?***"),
         ("https://host/a#access_token=s3cret", "https://host/a#***"),
         ("https://b:p@host/x?q@r", "https://***@host/x?***"),
         ("https://bob:1/2@host/a", "https://***@host/a"),
-        ("https://bob:hun/ter2@host/a", "https://***@host/a"),
         ("https://bob:hun?ter2@host/a", "https://***@host/a"),
         ("https://bob:hun#ter2@host/a?x=1", "https://***@host/a?***"),
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
@@ -27,7 +23,6 @@ from ssdctl.runtime.safe_text import redact_url, redact_urls
         ("http://bob:p@ho[st/x@y", "http://***@y"),
         ("hf://org/name@v1.0", "hf://org/name@v1.0"),
         ("hf://org/name@v1:", "hf://org/name@v1:"),
-        ("hf://bob:hf_x@org/name", "hf://***@org/name"),
         ("hf://hf_x@org/name", "hf://***@org/name"),
         ("no url?", "no url?"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -55,32 +54,6 @@ def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> Non
         [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_evaluate_uses_the_dataset_of_the_checkpoint(
-    cli: Cli, tiny_run: Path, tmp_path: Path
-) -> None:
-    checkpoint = tiny_run / "checkpoints/last.pt"
-    written = tmp_path / "detections.json"
-    low = ["--score-threshold", "0.01", "--device", "cpu"]
-    result = cli("evaluate", checkpoint, "--json", "--verify", "--detections", written, *low)
-    assert result.code == 0, result.err
-    metrics = json.loads(result.out)
-    assert metrics["images"] == 9
-    assert metrics["step"] == 3
-    root = re.search(r'root = "(.*)"', (tiny_run / "config.toml").read_text())
-    assert root is not None
-    again = cli("evaluate", written, "--data", root[1], "--json")
-    assert again.code == 0, again.err
-    assert json.loads(again.out)["AP"] == metrics["AP"]
-    assert json.loads(again.out)["detections"] == metrics["detections"]
-    refused = cli("evaluate", checkpoint, "--report", written, *low)
-    assert (refused.code, refused.out) == (6, "")
-    refused = cli("evaluate", checkpoint, "--report", tiny_run, *low)  # has that of its training
-    assert (refused.code, refused.out) == (2, "")
-    nothing = cli("evaluate", checkpoint, "--score-threshold", 1, "--json", "--device", "cpu")
-    assert (nothing.code, json.loads(nothing.out)["AP"]) == (0, 0)
-    assert "warning" in nothing.err
 
 
 def changed(checkpoint: Path, path: str, value: str) -> Path:

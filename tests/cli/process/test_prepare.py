@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,30 +14,12 @@ from conftest import Cli
 from PIL import Image
 
 TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
-CLASSES = {90: "bolt", 17: "nut, 3 mm", 3: "Öse", 40: "pin", 5: "cap"}
 
 
 def trained(cli: Cli, root: Path) -> str:
     result = cli("train", "--data", root, "--out", "run", *TRAIN.split())
     assert result.code == 0, result.err
     return result.err
-
-
-def test_own_class_names_and_ids_work_without_options(dataset: Path, cli: Cli) -> None:
-    for path in (dataset / "annotations").iterdir():
-        content = json.loads(path.read_text())
-        ids = {c["id"]: own for c, own in zip(content["categories"], CLASSES, strict=True)}
-        content["categories"] = [{"id": own, "name": name} for own, name in CLASSES.items()]
-        for annotation in content["annotations"]:
-            annotation["category_id"] = ids[annotation["category_id"]]
-        path.write_text(json.dumps(content))
-    assert "not prepared yet" in trained(cli, dataset)
-    options = ["--score-threshold", 0.01, "--device", "cpu", "--detections", "found.json"]
-    result = cli("evaluate", "run/checkpoints/last.pt", "--json", *options)
-    assert result.code == 0, result.err
-    names = [entry["name"] for entry in json.loads(result.out)["per_class"]]
-    assert names == [CLASSES[number] for number in sorted(CLASSES)]
-    assert {d["category_id"] for d in json.loads(Path("found.json").read_text())} <= set(CLASSES)
 
 
 def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
@@ -58,25 +39,6 @@ def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
     assert "has no split val" in result.err
 
 
-def test_what_was_dropped_is_in_the_table_and_in_the_report(dataset: Path, cli: Cli) -> None:
-    path = dataset / "annotations/instances_train2017.json"
-    document = json.loads(path.read_text())
-    document["annotations"][0]["bbox"][3] = 0
-    document["annotations"][1]["bbox"] = [9000, 0, 5, 5]
-    path.write_text(json.dumps(document))
-    (dataset / "train2017/000000000005.jpg").write_bytes(b"<html>")
-    result = cli("prepare", "--data", dataset)
-    assert result.code == 0, result.err
-    box = document["annotations"][0]
-    assert f"image {box['image_id']}, annotation {box['id']}: " in result.out
-    report = json.loads((dataset / "prepared/report.json").read_text())
-    kinds = {f["kind"] for f in report["splits"][0]["findings"]}
-    assert {"box of no size, dropped", "image dropped"} <= kinds
-    data = json.loads(cli("prepare", "--data", dataset, "--json").out)
-    assert data["unchanged"] is True
-    assert data["splits"] == report["splits"]
-
-
 def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -> None:
     refused = cli("prepare", "--data", dataset, "--preview", "boxes.pdf")
     assert (refused.code, ".png" in refused.err) == (2, True)
@@ -91,25 +53,6 @@ def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -
     for tile in tiles:
         assert tile.std() > 10
     assert np.abs(tiles[1] - tiles[2]).mean() > 1  # each epoch has its own colors
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--split", "0.9"], 2, "has validation images already"),
-        (["--classes", "bal"], 2, "did you mean 'ball'"),
-        (["--from", "yolo"], 3, "not YOLO"),
-        (["--shrink", "100"], 2, "--shrink"),
-        (["--store", "annotations.txt/x"], 6, "--store"),
-    ],
-)
-def test_mistakes(dataset: Path, cli: Cli, options: list[str], code: int, words: str) -> None:
-    Path("annotations.txt").write_text("")
-    result = cli("prepare", "--data", dataset, *options)
-    assert (result.code, words in result.err) == (code, True), result.err
-    assert "Traceback" not in result.err
-    assert not (dataset / "dataset.toml").exists()
-    assert not (dataset / "prepared").exists()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

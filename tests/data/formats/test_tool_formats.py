@@ -18,7 +18,6 @@ BOX = [10.0, 20.0, 30.0, 15.0]  # left, top, width, height
 
 
 def read(root: Path, content: Any, file: str = "labels.json") -> dict[str, Annotations]:
-    """Return the splits of a folder with this file, and images a.png and b.png."""
     text = content if isinstance(content, str) else json.dumps(content)
     exports.tree(root, {file: text, "a.png": None, "b.png": None})
     return find(root)[1].read(root)

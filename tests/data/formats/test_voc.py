@@ -51,8 +51,6 @@ def test_parts_of_objects_and_the_list_of_both_splits_are_not_read(tmp_path: Pat
 @pytest.mark.parametrize(
     ("images", "labels", "train", "val"),
     [
-        # Folders of other names, and another image of the same name
-        ("images/a images/b cover/a", "annots/a annots/b", "images/a images/b", ""),
         # Images in folders of splits, all labels in one
         ("photos/train/a photos/train/b photos/val/c", "Annotations/a Annotations/b Annotations/c",
          "photos/train/a photos/train/b", "photos/val/c"),

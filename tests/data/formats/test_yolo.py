@@ -20,7 +20,6 @@ BOX = "0 .5 .5 .2 .4"
 def yolo(
     root: Path, labels: Mapping[str, str | None], yaml: str | None = "names: [cat, dog]\n"
 ) -> Path:
-    """Images by path, each with the text of its label file."""
     for name, text in labels.items():
         exports.image_file(root / name)
         if text is not None:
@@ -105,17 +104,7 @@ def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
         ("0 nan .5 .2 .4", "a.txt:2: .*fractions"),
         ("0 .5 .5 .2 .4 .9", "a.txt:2: 5 numbers"),
         ("cat .5 .5 .2 .4", "a.txt:2: 'cat .5 .5 .2 .4'"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": f"{BOX}\n{line}\n"})
-    with pytest.raises(DataError, match=words):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("yaml", "words"),
-    [
+        # data.yaml
         (None, "not YOLO"),
         ("names: [cat, dog]\nnc: 3\n", "nc is 3, but there are 2 names"),
         ("names: {0: cat, 2: dog}\n", "without a gap"),
@@ -128,8 +117,10 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
         ("names: [cat, dog]\ntrain: ../../../../etc\n", "is not below"),
     ],
 )
-def test_a_broken_description(tmp_path: Path, yaml: str | None, words: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": BOX}, yaml)
+def test_what_is_broken_is_named(tmp_path: Path, line: str | None, words: str) -> None:
+    is_label = words.startswith("a.txt")
+    label = f"{BOX}\n{line}\n" if is_label else BOX
+    yolo(tmp_path, {"images/a.jpg": label}, "names: [cat, dog]" if is_label else line)
     with pytest.raises(DataError, match=words):
         read(tmp_path)
 

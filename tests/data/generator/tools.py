@@ -33,6 +33,11 @@ def _globox_yolo(annotations: Any, tree: Tree, numbers: dict[str, int]) -> None:
     tree.write("classes.txt", "\n".join(numbers) + "\n")
 
 
+def _globox_via(annotations: Any, tree: Tree, _: dict[str, int]) -> None:
+    folder = tree.root / "images"
+    annotations.save_via_json(folder / "via.json", image_folder=folder)
+
+
 def supervision(
     world: World, tree: Tree, *, save: Callable[[Any, Tree], None], images: str = "images"
 ) -> None:
@@ -48,53 +53,41 @@ def supervision(
     save(DetectionDataset(list(world.classes), list(found), found), tree)
 
 
-PIXEL = 1.01  # these writers do not count VOC's pixels from 1, or round to whole pixels
+def _globox(layout: Layout, name: str, path: str, **options: object) -> tuple[Layout, Any]:
+    def save(annotations: Any, tree: Tree, _: dict[str, int]) -> None:
+        getattr(annotations, f"save_{name}")(tree.root / path, **options)
+
+    return layout, partial(globox, save=save)
+
+
+def _supervision(layout: Layout, name: str, **paths: str) -> tuple[Layout, Any]:
+    def save(dataset: Any, tree: Tree) -> None:
+        given = {f"{key}_path": str(tree.root / path) for key, path in paths.items()}
+        getattr(dataset, f"as_{name}")(**given)
+
+    images = "train/images" if name == "yolo" else "images"
+    return layout, partial(supervision, save=save, images=images)
+
+
+# These writers do not count VOC's pixels from 1, or round to whole pixels.
+_ROUNDED = _PLAIN._replace(tolerance=1.01)
+_ALL = _PLAIN._replace(classes="all")
+_BOXES = _PLAIN._replace(shun=",", empties=False)
 TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
-    "globox: coco": (
-        _PLAIN, partial(globox, save=lambda a, tree, _: a.save_coco(tree.root / "result.json", auto_ids=True))
+    "globox: coco": _globox(_PLAIN, "coco", "result.json", auto_ids=True),
+    "globox: voc": _globox(_ROUNDED, "pascal_voc", "Annotations"),
+    "globox: cvat": _globox(_PLAIN, "cvat", "annotations.xml"),
+    "globox: openimages": _globox(_BOXES, "openimage", "train-annotations-bbox.csv"),
+    "globox: labelme": _globox(_PLAIN, "labelme", "images"),
+    "globox: via": (_PLAIN, partial(globox, save=_globox_via)),
+    "globox: yolo": (_ALL, partial(globox, save=_globox_yolo)),
+    "supervision: coco": _supervision(_ALL, "coco", annotations="result.json"),
+    "supervision: voc": _supervision(_ROUNDED, "pascal_voc", annotations_directory="Annotations"),
+    "supervision: yolo": _supervision(
+        _ALL, "yolo", annotations_directory="train/labels", data_yaml="data.yaml"
     ),
-    "globox: voc": (
-        _PLAIN._replace(tolerance=PIXEL), partial(globox, save=lambda a, tree, _: a.save_pascal_voc(tree.root / "Annotations"))
+    "supervision: labelme": _supervision(_PLAIN, "labelme", annotations_directory="images"),
+    "supervision: createml": _supervision(
+        _PLAIN, "createml", annotations="images/_annotations.createml.json"
     ),
-    "globox: cvat": (
-        _PLAIN, partial(globox, save=lambda a, tree, _: a.save_cvat(tree.root / "annotations.xml"))
-    ),
-    "globox: openimages": (
-        _PLAIN._replace(shun=",", empties=False),
-        partial(globox, save=lambda a, tree, _: a.save_openimage(tree.root / "train-annotations-bbox.csv")),
-    ),
-    "globox: labelme": (
-        _PLAIN, partial(globox, save=lambda a, tree, _: a.save_labelme(tree.root / "images"))
-    ),
-    "globox: via": (
-        _PLAIN,
-        partial(globox, save=lambda a, tree, _: a.save_via_json(
-            tree.root / "images/via.json", image_folder=tree.root / "images")),
-    ),
-    "globox: yolo": (_PLAIN._replace(classes="all"), partial(globox, save=_globox_yolo)),
-    "supervision: coco": (
-        _PLAIN._replace(classes="all"),
-        partial(supervision, save=lambda d, tree: d.as_coco(annotations_path=str(tree.root / "result.json"))),
-    ),
-    "supervision: voc": (
-        _PLAIN._replace(tolerance=PIXEL),
-        partial(supervision, save=lambda d, tree: d.as_pascal_voc(
-            annotations_directory_path=str(tree.root / "Annotations"))),
-    ),
-    "supervision: yolo": (
-        _PLAIN._replace(classes="all"),
-        partial(supervision, images="train/images", save=lambda d, tree: d.as_yolo(
-            annotations_directory_path=str(tree.root / "train/labels"),
-            data_yaml_path=str(tree.root / "data.yaml"))),
-    ),
-    "supervision: labelme": (
-        _PLAIN,
-        partial(supervision, save=lambda d, tree: d.as_labelme(
-            annotations_directory_path=str(tree.root / "images"))),
-    ),
-    "supervision: createml": (
-        _PLAIN,
-        partial(supervision, save=lambda d, tree: d.as_createml(
-            annotations_path=str(tree.root / "images/_annotations.createml.json"))),
-    ),
-}  # fmt: skip
+}

@@ -10,6 +10,7 @@ import io
 import random
 from collections.abc import Collection
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
@@ -74,10 +75,7 @@ DECOYS = (
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.
-COLORS = [
-    (r, g, b) for r in (0, 85, 170, 255) for g in (0, 85, 170, 255) for b in (0, 85, 170, 255)
-]
-COLORS = [color for color in COLORS if max(color) - min(color) > 100]
+COLORS = [c for c in product((0, 85, 170, 255), repeat=3) if max(c) - min(c) > 100]
 DECOY_COLOR = COLORS.pop()
 MODES = {
     ".jpg": ("RGB", "RGB", "L", "CMYK"),
@@ -257,11 +255,8 @@ def _things(rng: random.Random, picture: Picture, classes: list[str], crowds: bo
 def _picture(rng: random.Random, layout: Layout, name: tuple[str, str, str], k: int) -> Picture:
     split, folder, stem = name
     suffix = rng.choice(layout.suffixes)
-    turn = (
-        1
-        if suffix == ".bmp" or layout.views == "unturned"
-        else rng.choice((1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8))
-    )
+    has_turn = suffix != ".bmp" and layout.views != "unturned"
+    turn = rng.choice((1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8)) if has_turn else 1
     width, height = rng.randint(24, 64), rng.randint(24, 64)
     # If the size does not tell, the format does.
     is_upright = layout.views == "upright"

@@ -344,8 +344,6 @@ def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
             name = path if "from the root" in world.flags else picture.name
-            if "other machine" in world.flags:
-                name = f"C:\\me\\{path}".replace("/", "\\")
             rows += [(name, *corners(thing), thing.name) for thing in picture.things]
             if not picture.things:
                 rows.append((name, "", "", "", "", ""))
@@ -428,161 +426,123 @@ def createml_json(world: World, tree: Tree) -> None:
         tree.write(f"{word}/_annotations.createml.json", json.dumps(entries))
 
 
+_ONE = ("train",)
 _COCO = Layout(
     ("from the root", "other machine", "dot", "backslashes", "listed twice"),
     crowds=True,
     classes="all",
 )
+_COCO_1 = _COCO._replace(splits=_ONE)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
+_YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
+_YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
 _VOC = Layout(("no folder", "no filename", "upper case"), crowds=True)
+_VOC_1 = _VOC._replace(splits=_ONE, folders=False)
+_VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "all", "other machine"), empties=False)
+_RETINANET = Layout(("header",), "unturned", classes="all")
+_KITTI = Layout(("scores",), "stored", named=False)
+_LABELME = Layout(("polygons",), named=False)
+
+
+def _of(
+    layout: Layout, write: Write, images: str, labels: str, **more: object
+) -> tuple[Layout, Write]:
+    return layout, partial(write, images=images, labels=labels, **more)
+
+
+def _with(layout: Layout, *flags: str, **more: object) -> Layout:
+    return layout._replace(flags=(*layout.flags, *flags), **more)
+
 
 LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
-    "coco: 2017": (
-        _COCO, partial(coco, images="{split}2017", labels="annotations/instances_{split}2017.json")
+    "coco: 2017": _of(_COCO, coco, "{split}2017", "annotations/instances_{split}2017.json"),
+    "coco: roboflow": _of(_COCO, coco, "{word}", "{word}/_annotations.coco.json"),
+    "coco: images": _of(_COCO, coco, "images/{split}", "annotations/instances_{split}.json"),
+    "coco: below": _of(
+        _with(_COCO, named=False, empties=False), coco, "images/{below}", "{split}.json"
     ),
-    "coco: roboflow": (
-        _COCO, partial(coco, images="{word}", labels="{word}/_annotations.coco.json")
-    ),
-    "coco: images": (
-        _COCO, partial(coco, images="images/{split}", labels="annotations/instances_{split}.json")
-    ),
-    "coco: below": (
-        _COCO._replace(named=False, empties=False),
-        partial(coco, images="images/{below}", labels="{split}.json")
-    ),
-    "coco: elsewhere": (
-        _COCO._replace(splits=("train",), decoys=False),
-        partial(coco, images="my photos", labels="labels.json"),
-    ),
-    "coco: flat": (
-        _COCO._replace(flags=(*_COCO.flags, "bare names"), splits=("train",)),
-        partial(coco, images="images", labels="result.json")
-    ),
-    "coco: beside": (
-        _COCO._replace(splits=("train",), decoys=False),
-        partial(coco, images="", labels="labels.json"),
-    ),
-    "coco: toml": (
+    "coco: elsewhere": _of(_with(_COCO_1, decoys=False), coco, "my photos", "labels.json"),
+    "coco: flat": _of(_with(_COCO_1, "bare names"), coco, "images", "result.json"),
+    "coco: beside": _of(_with(_COCO_1, decoys=False), coco, "", "labels.json"),
+    "coco: toml": _of(
         _COCO._replace(flags=("listed twice", "data is the file")),
-        partial(coco, images="{split} prepared", labels="j/{split}.json", toml=True),
+        *(coco, "{split} prepared", "j/{split}.json"),
+        toml=True,
     ),
-    "yolo: ultralytics": (
-        _YOLO._replace(flags=(*_YOLO.flags, "stale", "other machine", "data is the file"), named=False),
-        partial(yolo, images="images/{split}", labels="labels/{split}", names="data.yaml"),
+    "yolo: ultralytics": _of(
+        _with(_YOLO, "stale", "other machine", "data is the file", named=False),
+        *(yolo, "images/{split}", "labels/{split}"),
+        names="data.yaml",
     ),
-    "yolo: roboflow": (
-        _YOLO._replace(flags=(*_YOLO.flags, "above"), named=False),
-        partial(yolo, images="{split}/images", labels="{split}/labels", names="data.yaml"),
+    "yolo: roboflow": _of(
+        _with(_YOLO, "above", named=False),
+        *(yolo, "{split}/images", "{split}/labels"),
+        names="data.yaml",
     ),
-    "yolo: lists": (
-        _YOLO._replace(flags=(*_YOLO.flags, "other machine"), shared=True),
-        partial(yolo, images="images", labels="labels", names="data.yaml", lists="{split}.txt"),
+    "yolo: lists": _of(
+        _with(_YOLO, "other machine", shared=True),
+        *(yolo, "images", "labels"),
+        names="data.yaml",
+        lists="{split}.txt",
     ),
-    "yolo: folders": (
-        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
-        partial(yolo, images="{folder}/images", labels="{folder}/labels", names="classes.txt"),
+    "yolo: folders": _of(_YOLO_1, yolo, "{folder}/images", "{folder}/labels", names="classes.txt"),
+    "yolo: labelImg": _of(_YOLO_1, yolo, "images", "images", names="classes.txt"),
+    "yolo: beside": _of(_YOLO_1, yolo, "annotations", "annotations", names="classes.txt"),
+    "yolo: img": _of(_with(_YOLO_1, decoys=False), yolo, "img", "labels", names="classes.txt"),
+    "yolo: here": _of(_with(_YOLO, splits=_ONE, decoys=False), yolo, "", "", names="data.yaml"),
+    "yolo: classes of splits": _of(
+        *(_YOLO_WORDS, yolo, "{split}/images", "{split}/labels"),
+        names="{split}/labels/classes.txt",
     ),
-    "yolo: labelImg": (
-        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
-        partial(yolo, images="images", labels="images", names="classes.txt"),
-    ),
-    "yolo: beside": (
-        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
-        partial(yolo, images="annotations", labels="annotations", names="classes.txt"),
-    ),
-    "yolo: img": (
-        _YOLO._replace(flags=("polygons",), named=False, decoys=False, splits=("train",)),
-        partial(yolo, images="img", labels="labels", names="classes.txt"),
-    ),
-    "yolo: here": (
-        _YOLO._replace(splits=("train",), decoys=False),
-        partial(yolo, images="", labels="", names="data.yaml"),
-    ),
-    "yolo: classes of splits": (
-        _YOLO._replace(flags=("polygons",), named=False), partial(yolo, images="{split}/images", labels="{split}/labels",
-                       names="{split}/labels/classes.txt")
-    ),
-    "yolo: darknet": (
+    "yolo: darknet": _of(
         _YOLO._replace(flags=("no empty files",), shared=True),
-        partial(yolo, images="data/obj", labels="data/obj", names="data/obj.names",
-                lists="data/{split}.txt"),
+        *(yolo, "data/obj", "data/obj"),
+        names="data/obj.names",
+        lists="data/{split}.txt",
     ),
-    "voc: lists": (
-        _VOC._replace(flags=(*_VOC.flags, "no empty files"), shared=True),
-        partial(voc, images="JPEGImages", labels="Annotations", lists="ImageSets/Main"),
+    "voc: lists": _of(
+        _with(_VOC, "no empty files", shared=True),
+        *(voc, "JPEGImages", "Annotations"),
+        lists="ImageSets/Main",
     ),
-    "voc: labelme2voc": (
-        _VOC._replace(splits=("train",), folders=False),
-        partial(voc, images="JPEGImages", labels="Annotations"),
+    "voc: labelme2voc": _of(_VOC_1, voc, "JPEGImages", "Annotations"),
+    "voc: pet": _of(_VOC_1, voc, "images", "annotations/xmls"),
+    "voc: odd": _of(_VOC_1, voc, "b pictures", "c boxes"),
+    "voc: folders": _of(
+        _with(_VOC, named=False, splits=_ONE), voc, "{folder}/JPEGImages", "{folder}/Annotations"
     ),
-    "voc: pet": (
-        _VOC._replace(splits=("train",), folders=False),
-        partial(voc, images="images", labels="annotations/xmls"),
+    "voc: videos": _of(
+        _with(_VOC, named=False, splits=_ONE, decoys=False),
+        *(voc, "videos/{folder}/frames", "videos/{folder}/annots"),
     ),
-    "voc: odd": (
-        _VOC._replace(splits=("train",), folders=False),
-        partial(voc, images="b pictures", labels="c boxes"),
-    ),
-    "voc: folders": (
-        _VOC._replace(named=False, splits=("train",)),
-        partial(voc, images="{folder}/JPEGImages", labels="{folder}/Annotations"),
-    ),
-    "voc: videos": (
-        _VOC._replace(named=False, splits=("train",), decoys=False),
-        partial(voc, images="videos/{folder}/frames", labels="videos/{folder}/annots"),
-    ),
-    "voc: beside": (_VOC._replace(named=False, folders=False), partial(voc, images="{word}", labels="{word}")),
-    "voc: demo": (
-        _VOC._replace(named=False, folders=False),
-        partial(voc, images="training_demo/images/{word}", labels="training_demo/images/{word}"),
-    ),
-    "voc: mirrored": (_VOC._replace(named=False), partial(voc, images="images/{split}", labels="annotations/{split}")),
-    "cvat-xml": (
-        Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml
-    ),
+    "voc: beside": _of(_VOC_FLAT, voc, "{word}", "{word}"),
+    "voc: demo": _of(_VOC_FLAT, voc, "training_demo/images/{word}", "training_demo/images/{word}"),
+    "voc: mirrored": _of(_with(_VOC, named=False), voc, "images/{split}", "annotations/{split}"),
+    "cvat-xml": (Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml),
     "openimages": (
         Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)),
         openimages,
     ),
-    "kitti": (Layout(("scores",), "stored", named=False), partial(kitti, folder="{split}")),
-    "kitti: training": (
-        Layout(("scores",), "stored", named=False, splits=("train",)), partial(kitti, folder="training")
+    "kitti": (_KITTI, partial(kitti, folder="{split}")),
+    "kitti: training": (_with(_KITTI, splits=_ONE), partial(kitti, folder="training")),
+    "tf-csv: data": _of(_CSV, tf_csv, "images/{split}", "data/{split}_labels.csv"),
+    "tf-csv: below": _of(
+        _with(_CSV, named=False), tf_csv, "images/{below}", "data/{split}_labels.csv"
     ),
-    "tf-csv: data": (
-        _CSV, partial(tf_csv, images="images/{split}", labels="data/{split}_labels.csv")
+    "tf-csv: flat": _of(_with(_CSV, splits=_ONE), tf_csv, "images", "data/{split}_labels.csv"),
+    "tf-csv: roboflow": _of(
+        _CSV._replace(flags=("quoted",), folders=False), tf_csv, "{word}", "{word}/_annotations.csv"
     ),
-    "tf-csv: below": (
-        _CSV._replace(named=False),
-        partial(tf_csv, images="images/{below}", labels="data/{split}_labels.csv"),
+    "retinanet-csv": _of(
+        _with(_RETINANET, "from the root"), retinanet_csv, "{split}", "{split}.csv"
     ),
-    "tf-csv: flat": (
-        _CSV._replace(splits=("train",)),
-        partial(tf_csv, images="images", labels="data/{split}_labels.csv"),
-    ),
-    "tf-csv: roboflow": (
-        _CSV._replace(flags=("quoted",), folders=False),
-        partial(tf_csv, images="{word}", labels="{word}/_annotations.csv"),
-    ),
-    "retinanet-csv": (
-        Layout(("header", "from the root"), "unturned", classes="all"),
-        partial(retinanet_csv, images="{split}", labels="{split}.csv"),
-    ),
-    "retinanet-csv: roboflow": (
-        Layout(("header",), "unturned", classes="all"),
-        partial(retinanet_csv, images="{word}", labels="{word}/_annotations.csv"),
-    ),
+    "retinanet-csv: roboflow": _of(_RETINANET, retinanet_csv, "{word}", "{word}/_annotations.csv"),
     "via-json": (Layout(("polygons", "version 1", "project"), "unturned"), via_json),
-    "labelme-json": (
-        Layout(("polygons", "backslashes"), named=False),
-        partial(labelme_json, images="{split}", labels="{split}"),
-    ),
-    "labelme-json: apart": (
-        Layout(("polygons",), named=False),
-        partial(labelme_json, images="images/{split}", labels="labels/{split}"),
-    ),
+    "labelme-json": _of(_with(_LABELME, "backslashes"), labelme_json, "{split}", "{split}"),
+    "labelme-json: apart": _of(_LABELME, labelme_json, "images/{split}", "labels/{split}"),
     "createml-json": (Layout(("old keys",), "unturned"), createml_json),
-}  # fmt: skip
+}
 
 
 def add_decoys(world: World, tree: Tree) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.prepare import prepare
-from ssdctl.data.store_folder import dataset_folders, default_store
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError
 
 # Root is stopped by mode bits only without these capabilities.
@@ -28,7 +28,6 @@ AS_ORDINARY_USER = (
 
 @pytest.fixture
 def read_only(shapes: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the dataset that cannot be written."""
     if AS_ORDINARY_USER and shutil.which(AS_ORDINARY_USER[0]) is None:
         pytest.skip("setpriv takes root's capabilities away, and is not here")
     root = tmp_path / "dataset"
@@ -41,7 +40,6 @@ def read_only(shapes: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def start(cache: Path, *args: object) -> subprocess.Popen[str]:
-    """Start ssdctl as a user with this cache folder."""
     env = os.environ | {"XDG_CACHE_HOME": str(cache)}
     return subprocess.Popen(
         [*AS_ORDINARY_USER, sys.executable, "-m", "ssdctl", *map(str, args)],
@@ -70,11 +68,6 @@ def test_an_option_decides_else_a_store_that_its_owner_prepared(
         outcome, _ = finish(start(tmp_path / "cache", *command, *options))
         assert outcome["store"] == str(store)
         assert outcome["unchanged"] == (not outcome["packed"]) == ("--no-pack" in options)
-
-
-def test_a_writable_dataset_keeps_its_store(tmp_path: Path) -> None:
-    assert default_store(tmp_path) == tmp_path / "prepared"
-    assert default_store(tmp_path / "missing") == tmp_path / "missing/prepared"
 
 
 @pytest.mark.parametrize(

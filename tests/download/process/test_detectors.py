@@ -32,7 +32,6 @@ def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the files of all detectors be below `url`."""
     sources = [
         d._replace(file=d.file._replace(url=f"{url}/{d.file.name}")) for d in pinned_files.DETECTORS
     ]
@@ -52,7 +51,6 @@ def published(
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """NVIDIA's file in the cache."""
     return tmp_path / "torch/hub/checkpoints/nvidia_ssdpyt_amp_200703.pt"
 
 

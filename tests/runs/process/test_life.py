@@ -225,7 +225,6 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: len([p for p in steps(self.run) if load(p)]) > 1)
     @rule(how=st.sampled_from(["delete", "cut", "flip"]))
     def damage(self, how: str) -> None:
-        """Damage the newest checkpoint; that of a link is damaged, too."""
         path = steps(self.run)[-1]
         say(f"{how} {path}")
         if how == "delete":
@@ -304,17 +303,9 @@ class Life(RuleBasedStateMachine):
             "export": ["export", run, "--format", "safetensors", "--out", f"{out}.safetensors"],
         }[reader]
 
-    def start(self, words: list[object], fault: Fault | None = None, **variables: str) -> Command:
+    def start(self, words: list[object], fault: Fault | None = None) -> Command:
         log = self.folder / f"log-{next(self.names)}"
-        command = Command(
-            words,
-            self.run,
-            log,
-            fault=fault,
-            has_links=self.has_links,
-            OMP_NUM_THREADS="1",
-            **variables,
-        )
+        command = Command(words, self.run, log, fault=fault, has_links=self.has_links)
         say(command.line)
         return command
 
@@ -330,7 +321,6 @@ class Life(RuleBasedStateMachine):
         return next((step_of(p) for p in reversed(steps(self.run)) if load(p)), 0)
 
     def check(self, to: int, chosen: Settings, code: int, text: str, fault: Fault | None) -> None:
-        """Check a run after a command of training."""
         assert "Traceback" not in text, text
         expected = {0}
         if fault is not None:

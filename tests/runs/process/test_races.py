@@ -23,7 +23,6 @@ ROUNDS = int(os.environ.get("RACES", "5"))
 
 
 def run_twice(work: Callable[[], object]) -> list[Result]:
-    """Call a function in two forks at the same time."""
     start = time.monotonic() + START_S
 
     def wait_and_work() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,26 +63,6 @@ def test_a_folder_that_is_gone_does_not_hide_why_the_run_ended(tmp_path: Path) -
         disconnect()
     with exclusive_run(tmp_path / "gone"):  # it is not locked either
         pass
-
-
-def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    code = (
-        "import time; from pathlib import Path; from ssdctl.runs.folder import exclusive_run\n"
-        f"with exclusive_run(Path({str(tmp_path)!r})): print('in', flush=True); time.sleep(60)"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "in\n"
-    waits = threading.Event()
-    killer = threading.Thread(target=lambda: (waits.wait(30), holder.kill()))
-    killer.start()
-    caplog.set_level(logging.INFO, "ssdctl")
-    caplog.handler.addFilter(lambda record: waits.set() is None)
-    with exclusive_run(tmp_path):
-        assert [record.levelname for record in caplog.records] == ["INFO"]
-        assert RunDir(tmp_path).lock.read_text().endswith(f" on {socket.gethostname()}")
-    killer.join()
-    holder.communicate()
 
 
 def test_another_machines_lock_is_a_warning(

@@ -1,20 +1,17 @@
 """Commands on other machines: in a container with a CPU quota (here a file tree), without CPU
-affinity as on macOS (hidden in a child process), busy ones, one whose clock is set back, one with
-broken shared libraries, and one with too little memory."""
+affinity as on macOS (hidden in a child process), busy ones, and one with
+broken shared libraries."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Cli
 
 Run = Callable[..., str]
 UNSET = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
@@ -141,41 +138,16 @@ def test_commands_without_affinity(tmp_path: Path) -> None:
     assert (tmp_path / "data/prepared/report.json").is_file()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks")
-def test_a_clock_that_is_set_back(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Durations are measured by the monotonic clock; the wall clock is only a label."""
-    seconds = itertools.count(2_000_000_000, -3600)
-    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
-    monkeypatch.setattr(time, "time_ns", lambda: next(seconds) * 10**9)
-    run = tmp_path / "run"
-    train = ("train", "--data", shapes, "--out", run, *TINY_RUN.split(), "--save-every", "1min")
-    for steps in (2, 3):
-        result = cli(*train, "--steps", steps)
-        assert result.code == 0, result.err
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert [line["step"] for line in trained] == [1, 2, 3]
-    assert all(line["images_per_second"] >= 0 for line in trained)
-
-
 @pytest.mark.parametrize(
-    "command",
-    [["train", "--fake-data", "--steps", "1"], ["doctor", "--json"]],
+    "command", [["train", "--fake-data", "--steps", "1"], ["doctor", "--json"]]
 )
 def test_a_wrong_library_path_is_named(tmp_path: Path, command: list[str]) -> None:
     library = tmp_path / "lib/libstdc++.so.6"
     library.parent.mkdir()
     library.touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdctl", *command],
-        env=os.environ | {"LD_LIBRARY_PATH": str(library.parent)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "ssdctl", *command]
+    env = os.environ | {"LD_LIBRARY_PATH": str(library.parent)}
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     words = done.stderr
