@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,18 +128,19 @@ class _Hook:
             raise OSError(number, os.strerror(number), path)
 
 
-def _run(words: list[str], log: Path, hook: _Hook) -> None:
-    from ssdctl.cli.main import main
+def score_in_this_process() -> None:
+    """Evaluate without a process of its own, which would import for a second."""
     from ssdctl.evaluation.analysis import BackgroundScoring, score
     from ssdctl.evaluation.coco_ap import read_ground_truth
-    from ssdctl.runs.evaluation import Evaluation
 
-    def score_here(
-        scoring: BackgroundScoring,
-    ) -> Evaluation:  # a process of its own would import for a second
-        return score(read_ground_truth(scoring._annotations), *scoring._job)
+    run: Callable[[Any], Any] = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
+    BackgroundScoring._run = run  # type: ignore[method-assign]
 
-    BackgroundScoring._run = score_here  # type: ignore[assignment, method-assign]
+
+def _run(words: list[str], log: Path, hook: _Hook) -> None:
+    from ssdctl.cli.main import main
+
+    score_in_this_process()
     os.environ["OMP_NUM_THREADS"] = "1"
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(target, 1)

@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageFile
 import torch
+from faults import score_in_this_process
 from torch import distributed as dist
 
 import ssdctl
@@ -232,7 +233,7 @@ class Lived(msgspec.Struct):
 
 def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] | None) -> None:
     """Run lines in a folder, and send what happened; a line that begins with # only prepares."""
-    _score_in_this_process()
+    score_in_this_process()
     own = folder / "tmp" / str(group and group[0])
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(own)
@@ -282,12 +283,3 @@ def _run(text: str, shared: dict[str, Any]) -> Any:
         return type(error).__name__
     except BaseException:
         return traceback.format_exc()
-
-
-def _score_in_this_process() -> None:
-    """Evaluate without a process of its own, which would import for a second."""
-    from ssdctl.evaluation.analysis import BackgroundScoring, score
-    from ssdctl.evaluation.coco_ap import read_ground_truth
-
-    run: Callable[[Any], Any] = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
-    BackgroundScoring._run = run  # type: ignore[method-assign]

@@ -18,20 +18,13 @@ from ssdctl.launch import processes
 
 
 @pytest.fixture(autouse=True)
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("OMP_NUM_THREADS", "MPI_ROOT", "MASTER_ADDR", "MASTER_PORT"):
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MPI_ROOT"):
         monkeypatch.delenv(name, raising=False)
 
 
 def launch(*arguments: str) -> Result:
     return run_cli("launch", *arguments)
-
-
-def planned(*arguments: str) -> Any:
-    result = launch(*arguments, "--dry-run", "--json")
-    assert result.code == 0
-    return json.loads(result.out)
 
 
 def ranks_command(plan: Any) -> list[str]:
@@ -42,7 +35,8 @@ def ranks_command(plan: Any) -> list[str]:
 def test_options_of_train_are_passed_on_unchanged() -> None:
     Path("my.toml").write_text("[train]\nlr = 1e-3\n")
     words = "--config my.toml --set train.seed=7 --set launch.nodes=1 --resume-changed -q -v"
-    command = ranks_command(planned("--cpus", "2", *words.split(), "--device", "cpu"))
+    job = ["--cpus", "2", *words.split(), "--device", "cpu", "--dry-run", "--json"]
+    command = ranks_command(json.loads(launch(*job).out))
     assert command[:3] == ["train", "--config=my.toml", "--set=train.seed=7"]
     assert sorted(command[3:]) == ["--device=cpu", "--quiet", "--resume-changed", "--verbose"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,24 @@ from data.formats import exports
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import count_images, open_dataset
 
-
-def _yolo(root: Path) -> None:
-    exports.tree(root, {"images/a.png": None, "images/b.png": None, "images/c.png": None})
-    exports.tree(root, {"labels/a.txt": "0 0.5 0.5 0.5 0.5\n", "labels/b.txt": ""})
-    exports.tree(root, {"classes.txt": "bolt\n"})
-
-
-def _kitti(root: Path) -> None:
-    numbers = "0 0 0 1 1 5 5 1 1 1 0 0 0 0\n"
-    for name, text in (("a", f"Car {numbers}"), ("b", ""), ("c", f"DontCare {numbers}")):
-        exports.tree(root, {f"training/label_2/{name}.txt": text})
-        exports.tree(root, {f"training/image_2/{name}.png": None})
+IMAGES = ("images/a.png", "images/b.png", "images/c.png")
+LABELS = {"labels/a.txt": "0 0.5 0.5 0.5 0.5\n", "labels/b.txt": "", "classes.txt": "bolt\n"}
+NUMBERS = "0 0 0 1 1 5 5 1 1 1 0 0 0 0\n"
+KITTI = {"a": f"Car {NUMBERS}", "b": "", "c": f"DontCare {NUMBERS}"}
 
 
-@pytest.mark.parametrize("write", [_yolo, _kitti])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {**dict.fromkeys(IMAGES), **LABELS},
+        {f"training/image_2/{name}.png": None for name in KITTI}
+        | {f"training/label_2/{name}.txt": text for name, text in KITTI.items()},
+    ],
+)
 def test_only_an_image_whose_labels_are_empty_is_without_objects(
-    tmp_path: Path, write: Callable[[Path], None]
+    tmp_path: Path, files: dict[str, str | None]
 ) -> None:
-    write(tmp_path)
+    exports.tree(tmp_path, files)
     folders = tmp_path, tmp_path / "store"
     assert count_images(*folders)[:2] == (1, 1)
     splits = open_dataset(*folders)

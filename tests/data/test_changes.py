@@ -21,7 +21,10 @@ from ssdctl.errors import DataError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 COCO = "annotations/instances_train2017.json"
-FORMATS = [exports.roboflow_yolo, exports.voc_lists, exports.open_images, exports.cvat_xml]
+FORMATS = [
+    *(exports.coco, exports.roboflow_yolo, exports.voc_lists),
+    *(exports.open_images, exports.cvat_xml),
+]
 
 
 def shards(store: Path) -> dict[str, int]:
@@ -66,7 +69,7 @@ def test_new_images_and_a_new_dataset_toml_are_noticed(
 ) -> None:
     root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
     prepare(root, store, INDEX_ONLY)
-    exports.image_file(root / "train/images/added.jpg")
+    exports.tree(root, {"train/images/added.jpg": None})
     assert len(open_dataset(root, store)["train"].image_ids) == 7
     assert "added.jpg is new" in "".join(caplog.messages)
     table = '[train]\nimages = "train/images"\nannotations = "mine.json"\n'
@@ -78,9 +81,8 @@ def test_new_images_and_a_new_dataset_toml_are_noticed(
 def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:
     root = exports.roboflow_yolo(tmp_path / "data")
     prepare(root, root / "prepared", INDEX_ONLY)
-    exports.image_file(root / "runs/a/drawn.jpg")
-    for name in ("metrics.jsonl", "logs.txt", "data.yaml"):
-        (root / "runs/a" / name).write_text("")
+    files = dict.fromkeys(("metrics.jsonl", "logs.txt", "data.yaml"), "")
+    exports.tree(root / "runs/a", {"drawn.jpg": None, **files})
     assert is_prepared(root, root / "prepared")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from data.formats.exports import tree
+from data.formats.test_voc import thing, xml
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset, resolve_images
@@ -49,11 +50,7 @@ def cvat(names: str) -> str:
 
 def voc(named: str = "") -> str:
     folder, _, name = named.rpartition("/")
-    box = "<bndbox><xmin>2</xmin><ymin>2</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
-    return (
-        f"<annotation><folder>{folder}</folder><filename>{name}</filename><size><width>100</width>"
-        f"<height>50</height></size><object><name>x</name>{box}</object></annotation>"
-    )
+    return xml(thing("x", 2, 2, 9, 9), file=name, folder=folder)
 
 
 def openimages(ids: str) -> str:

@@ -151,14 +151,9 @@ def test_annotated_as_shown(tmp_path: Path, turn: int) -> None:
     content = encoded(RGB, turn=turn)
     with opened(content) as image:
         expected = np.asarray(ImageOps.exif_transpose(image))
-    for config in ALL:
-        result = checked(tmp_path, content, config, (60, 80))
-        assert result.problem is None
-        assert f"turned upright by its EXIF orientation ({turn})" in (result.note or "")
-        packed = result.image if config.pack else content
-        assert np.array_equal(decode(packed, (60, 80)), expected)
     raw = checked(tmp_path, content, PrepareConfig(encoding="raw"), (60, 80))
     assert raw.image == expected.tobytes()
+    assert f"turned upright by its EXIF orientation ({turn})" in (raw.note or "")
     assert header_size(tmp_path / "a.jpg") == (80, 60)
     assert header_size(tmp_path / "a.jpg", upright=True) == (60, 80)
 

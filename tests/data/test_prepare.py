@@ -156,25 +156,6 @@ def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: P
     assert prepare(dataset, store).unchanged
 
 
-def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
-    path = dataset / TRAIN
-    prepare(dataset, store, INDEX_ONLY)
-    path.touch()
-    assert is_prepared(dataset, store)  # touched annotations are the same
-    size = path.stat().st_size
-    for other in (path, dataset / VAL):
-        other.write_text(other.read_text().replace('"ball"', '"bell"'))
-    assert path.stat().st_size == size
-    assert not is_prepared(dataset, store)
-    with edited(dataset / TRAIN) as document:
-        document["annotations"].pop()
-        document["images"][0]["width"] += 1
-    assert not is_prepared(dataset, store)
-    train = open_dataset(dataset, store)["train"]
-    assert len(train.labels) == len(document["annotations"])
-    assert not train.usable[0]
-
-
 @pytest.mark.parametrize("config", [PACKED, INDEX_ONLY, PrepareConfig(encoding="raw")])
 def test_bad_images_are_dropped_and_listed(
     dataset: Path, store: Path, config: PrepareConfig
@@ -418,18 +399,13 @@ def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
     with edited(dataset / VAL) as document:
         document |= {"images": [], "annotations": []}
     with edited(dataset / TRAIN) as document:
-        kept = [a for a in document["annotations"] if a["image_id"] not in (3, 4)]
-        kept = [a for a in kept if a["image_id"] not in (5, 6, 7)]
+        kept = [a for a in document["annotations"] if a["image_id"] not in range(3, 8)]
         crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
         broken = {**crowd, "id": 9998, "bbox": [5, 5, 0, 9], "iscrowd": 0}
         unlisted = {**broken, "id": 9997, "image_id": 6, "category_id": 999}
-        no_bbox = {key: v for key, v in broken.items() if key != "bbox"} | {
-            "id": 9996,
-            "image_id": 7,
-        }
-        document["annotations"] = [
-            *kept, crowd, broken, {**broken, "id": 9995, "image_id": 5}, unlisted, no_bbox
-        ]  # fmt: skip
+        no_bbox = {**broken, "id": 9996, "image_id": 7, "bbox": None}
+        more = [crowd, broken, {**broken, "id": 9995, "image_id": 5}, unlisted, no_bbox]
+        document["annotations"] = kept + more
     report = prepare(dataset, store, config).splits[0]
     without, left = (
         [f.image_id for f in report.findings if f.kind == kind]

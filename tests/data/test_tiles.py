@@ -14,7 +14,6 @@ from data.formats.exports import write_world
 from data.generator.worlds import Picture, Thing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
@@ -67,30 +66,20 @@ def write(root: Path, painted: list[Painted]) -> None:
     write_world(root, "coco: 2017", NAMES, pictures)
 
 
-def colored(pixels: NDArray[np.uint8], n: int) -> tuple[int, Box]:
-    places = np.argwhere((pixels[..., 0] == n + 1) & (pixels[..., 1] == 200))
-    if not len(places):
-        return 0, (0, 0, 0, 0)
-    (top, left), (bottom, right) = places.min(0).tolist(), (places.max(0) + 1).tolist()
-    return len(places), (left, top, right, bottom)
-
-
 def check_tile(split: Split, row: int, painted: Painted) -> None:
     pixels = split.decode(row).copy()
     height, width = pixels.shape[:2]
     assert [width, height] == split.sizes[row].tolist()
     span = slice(split.starts[row], split.starts[row + 1])
-    found = {}
-    for box, label in zip(
-        split.boxes[span] * ([width, height] * 2), split.labels[span], strict=True
-    ):
-        found[tuple(np.rint(box).astype(int).tolist())] = int(label)
+    boxes = np.rint(split.boxes[span] * ([width, height] * 2)).astype(int).tolist()
+    found = dict(zip(map(tuple, boxes), split.labels[span].tolist(), strict=True))
     expected = {}
     for n, (left, top, right, bottom) in enumerate(painted.objects):
-        count, bounds = colored(pixels, n)
-        if count:
-            is_learned = 2 * count >= (right - left) * (bottom - top)
-            expected[bounds] = n + 1 if is_learned else IGNORED
+        places = np.argwhere((pixels[..., 0] == n + 1) & (pixels[..., 1] == 200))
+        if len(places):
+            (y, x), (end_y, end_x) = places.min(0).tolist(), (places.max(0) + 1).tolist()
+            is_learned = 2 * len(places) >= (right - left) * (bottom - top)
+            expected[x, y, end_x, end_y] = n + 1 if is_learned else IGNORED
     assert found == expected
     assert (row in split.trainable) == any(label > 0 for label in expected.values())
     assert (row in split.background) == (not expected)

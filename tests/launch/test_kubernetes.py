@@ -305,13 +305,6 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
     assert "--export-env=TOKEN" in containers(manifest)["launcher"]["command"]
 
 
-def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
-    volumes = 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'
-    manifest = planned(cli, *IN_A_POD[:-4], "--set", "kubernetes.install=ssdctl", "--set", volumes)
-    mounts = containers(manifest["manifest"])["main"]["volumeMounts"]
-    assert [m["mountPath"] for m in mounts][:2] == ["/runs", "/data/coco"]
-
-
 def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:
     arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
     output = cli(*arguments, "--dry-run").out

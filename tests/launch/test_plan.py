@@ -213,11 +213,9 @@ def test_a_plan_for_another_host_with_tpus(version: str, device: str, processes:
 @pytest.mark.parametrize(
     ("version", "node", "packages", "device"),
     [
-        ("v3", SMALL, {"torch_tpu"}, "xla"),
         (None, TPU_V3, {"torch_tpu", "torch_xla"}, "xla"),
         (None, TPU_V4, {"torch_tpu", "torch_xla"}, "tpu"),
         (None, TPU_V4, {"torch_xla"}, "xla"),
-        ("v6e", SMALL, set(), "tpu"),
     ],
 )
 def test_chips_and_packages_decide_what_drives_tpus(

@@ -9,13 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import pytest
 
 from ssdctl.runtime import signals
-from ssdctl.runtime.system import map_ahead, take_ahead
+from ssdctl.runtime.system import take_ahead
 
 
 @pytest.fixture
@@ -92,20 +91,6 @@ def test_without_a_signal_nothing_is_announced() -> None:
     assert answers == []
 
 
-def test_results_are_in_order_whatever_finishes_first() -> None:
-    second_done = threading.Event()
-
-    def work(item: int) -> int:
-        if item == 0:
-            assert second_done.wait(10)
-        if item == 1:
-            second_done.set()
-        return item * item
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(map_ahead(pool, work, range(5), 2)) == [0, 1, 4, 9, 16]
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_items_are_read_ahead_up_to_the_limit(ahead: int) -> None:
     taken = []
@@ -116,11 +101,3 @@ def test_items_are_read_ahead_up_to_the_limit(ahead: int) -> None:
     assert next(results) == 1
     assert len(taken) == ahead + 2
     assert list(take_ahead(range(2), ahead)) == [0, 1]
-
-
-def test_an_error_is_raised_in_its_place() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        results = map_ahead(pool, lambda item: 1 // item, (1, 0, 1), 2)
-        assert next(results) == 1
-        with pytest.raises(ZeroDivisionError):
-            next(results)

@@ -33,13 +33,10 @@ def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> Non
     commands = {
         "--help": 0,
         "train --help": 0,
-        "train -h": 0,
-        "--version": 0,
         f"train --data {shapes} --dry-run": 0,
         "config show": 0,
         f"evaluate {results} --data {shapes}": 0,
         "launch --hpus 8 --dry-run": 0,
-        "launch --cpus 2 --dry-run": 0,
         "export absent.pt --format onnx --out ssd.onnx": 2,
     }
     code = (
@@ -143,14 +140,10 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
 
 
 def test_export_to_nvidias_format(cli: Cli) -> None:
-    import torch
 
     ssdctl.SSD300("tiny", 3, "batch").save("own.pt", class_names=["a", "b"])
     result = cli("export", "own.pt", "--format", "nvidia", "--out", "epoch_1.pt")
     assert (result.code, "81" in result.err) == (0, True)  # other classes than COCO's
-    exported = torch.load("epoch_1.pt", weights_only=True)
-    assert set(exported) == {"model", "label_map"}
-    assert "feature_extractor.feature_extractor.0.weight" in exported["model"]
     assert cli("export", "own.pt", "--format", "mlperf", "--out", "x.pt").code == 2
 
 

@@ -46,7 +46,6 @@ def test_scripts_are_not_stale(name: str, shell: str) -> None:
         ("ssdctl train --preset=mlp", {"mlperf-r34"}),
         ("ssdctl train --set train.clip", {"train.clip_grad="}),
         ("ssdctl train --epochs 3 --backbone resnet1", {"resnet18", "resnet101", "resnet152"}),
-        ("ssdctl train --no-determ", {"--no-deterministic"}),
         ("ssdctl launch --cpus 2 -- evaluate --spl", {"--split"}),
         (
             "ssdctl launch --cpus 2 --learning-rate 1 --fre",
@@ -56,7 +55,6 @@ def test_scripts_are_not_stale(name: str, shell: str) -> None:
         ("ssdctl train 'unclosed --warm", {"--warmup"}),
         ("ssdctl predict ssd", {"ssd300-vgg16-coco"}),
         ("ssdctl train --data ", set()),  # the shell offers files
-        ("ssdctl nonsense --x", set()),
     ],
 )
 def test_words_complete(line: str, expected: set[str]) -> None:

@@ -80,7 +80,7 @@ def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:
     row = tables["train"].to_pylist()[0]
     with Image.open(io.BytesIO(row["image"]["bytes"])) as opened:
         assert opened.size == exports.SIZE
-    objects = exports.samples()[0].objects
+    objects = exports.objects_of(0)
     assert row["objects"]["category"] == [label for label, *_ in objects]
     assert row["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
     assert row["objects"]["is_crowd"] == [True, False]

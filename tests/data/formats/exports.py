@@ -7,44 +7,23 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.generator.worlds import Picture, Thing, Tree, World
 from data.generator.writers import LAYOUTS
-from PIL import ExifTags, Image
+from PIL import Image
 
 from ssdctl.data.annotations import Annotations
 
 SIZE = (96, 64)
 NAMES = ("bolt", "nut")
+COLORS = ((230, 60, 40), (230, 210, 40))
 
 
-class Sample(NamedTuple):
-    """A generated image: its number, and its objects as (class number, left, top, w, h)."""
-
-    number: int
-    objects: list[tuple[int, int, int, int, int]]
-
-
-def samples(count: int = 6, start: int = 0) -> list[Sample]:
-    """Return images with one or two objects; the last one has none."""
-    result = []
-    for i in range(start, start + count):
-        objects = [(i % 2, 8 + i, 6, 30, 24)]
-        if i % 3 == 0:
-            objects.append(((i + 1) % 2, 50, 30, 40, 30))
-        result.append(Sample(i, objects if i < start + count - 1 else []))
-    return result
-
-
-def image_file(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> None:
-    """Write a plain image, with an EXIF orientation other than 1."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    more: dict[str, Any] = {}
-    if turn != 1:
-        more["exif"] = Image.Exif()
-        more["exif"][ExifTags.Base.Orientation] = turn
-    Image.new("RGB", size, "teal").save(path, **more)
+def objects_of(number: int) -> list[tuple[int, int, int, int, int]]:
+    """Return the objects of an image as (class number, left, top, width, height)."""
+    first = (number % 2, 8 + number, 6, 30, 24)
+    return [first, ((number + 1) % 2, 50, 30, 40, 30)] if number % 3 == 0 else [first]
 
 
 Boxes = dict[str, list[tuple[str, list[float], bool]]]
@@ -60,11 +39,6 @@ def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
     return boxes
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
 @contextlib.contextmanager
 def edited(path: Path) -> Iterator[Any]:
     """Write a JSON file as the caller changes its content."""
@@ -76,26 +50,27 @@ def edited(path: Path) -> Iterator[Any]:
 def tree(root: Path, files: Mapping[str, str | None]) -> Path:
     """Write text files by their paths, and an image of 100 x 50 where there is no text."""
     for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         if text is None:
-            image_file(root / name)
+            Image.new("RGB", (100, 50), "teal").save(path)
         else:
-            write(root / name, text)
+            path.write_text(text, encoding="utf-8")
     return root
 
 
 def generated(root: Path, layout: str, count: int = 2) -> Path:
-    """Write six images of each of the first `count` splits; return what `--data` is given."""
+    """Write six images of each of the first `count` splits, the last one without objects."""
     made, _ = LAYOUTS[layout]
     pictures = []
     for split in made.splits[:count]:
         first = len(pictures)
-        for sample in samples(start=first):
-            color = {0: (230, 60, 40), 1: (230, 210, 40)}
-            things = [Thing(NAMES[n], *box, False, color[n]) for n, *box in sample.objects]
-            stem = str(sample.number if made.shared else sample.number - first)
-            gray = 8 + 16 * (sample.number % 16)
-            form = Picture(split, "", stem, ".jpg", *SIZE, 1, True, "RGB", gray, tuple(things))
-            pictures.append(form)
+        for number in range(first, first + 6):
+            objects = objects_of(number) if number < first + 5 else []
+            things = (Thing(NAMES[n], *box, False, COLORS[n]) for n, *box in objects)
+            stem = str(number if made.shared else number - first)
+            form = (1, True, "RGB", 8 + 16 * (number % 16))
+            pictures.append(Picture(split, "", stem, ".jpg", *SIZE, *form, tuple(things)))
     return write_world(root, layout, NAMES, pictures)
 
 
@@ -111,7 +86,6 @@ coco = partial(generated, layout="coco: images")
 flat_coco = partial(generated, layout="coco: flat")
 roboflow_coco = partial(generated, layout="coco: roboflow", count=3)
 voc_lists = partial(generated, layout="voc: lists")
-voc_mirrored = partial(generated, layout="voc: mirrored")
 roboflow_yolo = partial(generated, layout="yolo: roboflow")
 darknet = partial(generated, layout="yolo: darknet")
 cvat_xml = partial(generated, layout="cvat-xml", count=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.formats.exports import image_file
+from data.formats.exports import tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,13 +43,6 @@ def written(folder: Path, content: Any) -> Path:
     path = folder / "annotations.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
     return path
-
-
-def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """A folder for all examples of a property, not the one around those of other tests."""
-    folder = factory.getbasetemp() / "coco"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def read(path: Path) -> Annotations:
@@ -192,7 +185,9 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
-    objects, _, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
+    folder = tmp_path_factory.getbasetemp() / "coco"  # for all examples
+    folder.mkdir(exist_ok=True)
+    objects, _, findings, _ = check(folder, annotations=entries)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
     assert (fractions >= 0).all()
@@ -220,9 +215,9 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     path = written(tmp_path, document(categories=names, annotations=[]))
     start = time.process_time()
     assert len(read(path).classes) == 30_000
-    (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
-    image_file(tmp_path / "images/a.jpg")
-    (tmp_path / "images/a.txt").write_text("7 .5 .5 .1 .1")
+    yaml = f"names: {json.dumps([c['name'] for c in names])}\n"
+    files = {"images/a.jpg": None, "images/a.txt": "7 .5 .5 .1 .1", "data.yaml": yaml}
+    tree(tmp_path, files)
     assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5
 

@@ -36,10 +36,7 @@ def region(shape: dict[str, Any], **attributes: Any) -> dict[str, Any]:
     return {"shape_attributes": shape, "region_attributes": attributes}
 
 
-def rect(
-    left: float = 10, top: float = 20, width: float = 30, height: float = 15
-) -> dict[str, Any]:
-    return {"name": "rect", "x": left, "y": top, "width": width, "height": height}
+RECT = {"name": "rect", "x": 10, "y": 20, "width": 30, "height": 15}
 
 
 def labelme(*shapes: dict[str, Any], path: str = "a.png") -> dict[str, Any]:
@@ -77,13 +74,13 @@ def test_a_broken_row_is_named(tmp_path: Path, row: str) -> None:
     ],
 )
 def test_the_class_of_a_via_region(tmp_path: Path, attributes: Any, name: str) -> None:
-    splits = read(tmp_path, via(region(rect(), **attributes)))
+    splits = read(tmp_path, via(region(RECT, **attributes)))
     assert boxes_of(splits) == {"a.png": [(name, BOX)]}
 
 
 def test_an_attribute_that_may_be_the_class_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="color, form"):
-        read(tmp_path, via(region(rect(), color="red", form="round")))
+        read(tmp_path, via(region(RECT, color="red", form="round")))
 
 
 def test_the_shapes_of_via(tmp_path: Path) -> None:

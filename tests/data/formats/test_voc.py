@@ -13,9 +13,9 @@ from ssdctl.data.formats.voc import read
 from ssdctl.errors import DataError
 
 
-def xml(*objects: str, file: str = "x.jpg") -> str:
+def xml(*objects: str, file: str = "x.jpg", folder: str = "VOC") -> str:
     return (
-        f"<annotation><folder>VOC</folder><filename>{file}</filename><size><width>100</width>"
+        f"<annotation><folder>{folder}</folder><filename>{file}</filename><size><width>100</width>"
         f"<height>50</height><depth>3</depth></size>{''.join(objects)}</annotation>"
     )
 

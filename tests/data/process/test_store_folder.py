@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,48 +24,28 @@ AS_ORDINARY_USER = (
 )
 
 
-@pytest.fixture
-def read_only(shapes: Path, tmp_path: Path) -> Iterator[Path]:
+def test_an_option_decides_else_a_store_that_its_owner_prepared(
+    dataset: Path, tmp_path: Path
+) -> None:
     if AS_ORDINARY_USER and shutil.which(AS_ORDINARY_USER[0]) is None:
         pytest.skip("setpriv takes root's capabilities away, and is not here")
-    root = tmp_path / "dataset"
-    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    for path in (root, *root.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    yield root
-    for path in (root, *root.rglob("*")):
-        path.chmod(0o755)
-
-
-def start(cache: Path, *args: object) -> subprocess.Popen[str]:
-    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    return subprocess.Popen(
-        [*AS_ORDINARY_USER, sys.executable, "-m", "ssdctl", *map(str, args)],
-        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return json.loads(out), err
-
-
-def test_an_option_decides_else_a_store_that_its_owner_prepared(
-    read_only: Path, tmp_path: Path
-) -> None:
-    read_only.chmod(0o755)
-    prepare(read_only, read_only / "prepared", PrepareConfig(pack=False))
-    for path in (read_only, read_only / "prepared"):
+    prepare(dataset, dataset / "prepared", PrepareConfig(pack=False))
+    for path in (dataset, dataset / "prepared"):
         path.chmod(0o555)
-    command = ("prepare", "--data", read_only, "--json")
-    for options, store in (
-        (("--no-pack",), read_only / "prepared"),
-        (("--store", tmp_path / "mine"), tmp_path / "mine"),
+    command = [*AS_ORDINARY_USER, sys.executable, "-m", "ssdctl", "prepare", "--json"]
+    command += ["--data", str(dataset)]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for option, store in (
+        (["--no-pack"], dataset / "prepared"),
+        (["--store", str(tmp_path / "mine")], tmp_path / "mine"),
     ):
-        outcome, _ = finish(start(tmp_path / "cache", *command, *options))
+        done = subprocess.run([*command, *option], env=env, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        outcome = json.loads(done.stdout)
         assert outcome["store"] == str(store)
-        assert outcome["unchanged"] == (not outcome["packed"]) == ("--no-pack" in options)
+        assert outcome["unchanged"] == (not outcome["packed"]) == ("--no-pack" in option)
+    for path in (dataset, dataset / "prepared"):
+        path.chmod(0o755)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,6 @@ from ssdctl.runtime import hardware
 GPU = {"name": "Test", "memory_bytes": 2**34, "capability": [9, 0], "has_kernels": True}
 
 
-def nvidia_smi(machine: Machine, *drivers: str) -> None:
-    machine.program("nvidia-smi", "; ".join(f"echo {driver}" for driver in drivers))
-
-
 def test_an_old_gpu_and_a_cpu_without_bf16(machine: Machine) -> None:
     machine.torch_says(gpus=[GPU | {"has_kernels": False}], cpu=CPU | {"has_native_bf16": False})
     checks = machine.doctor(code=2)
@@ -24,7 +20,7 @@ def test_an_old_gpu_and_a_cpu_without_bf16(machine: Machine) -> None:
 
 
 def test_an_old_driver(machine: Machine) -> None:
-    nvidia_smi(machine, "525.60.13")
+    machine.program("nvidia-smi", "echo 525.60.13")
     machine.torch_says(gpus=[GPU], cuda_build="12.8")
     machine.expect("cuda", "ok")
     machine.torch_says(gpus=[GPU], cuda_build="13.0")

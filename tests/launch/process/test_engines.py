@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN
-from helpers import records, wait_for
+from helpers import wait_for
 from launch.open_mpi import MPIRUNS, environment_for
 
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
@@ -197,24 +197,6 @@ def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path:
         assert process.returncode == code, words
     assert words.count("mpirun -n 2") == restarts + 1
     assert ("--resume=auto" in words) == bool(restarts)
-
-
-@pytest.mark.slow
-def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
-    """The second attempt continues where the first was saved."""
-    run = tmp_path / "run"
-    more = ["--data", shapes, "--out", run, *OPTIONS, "--bs", 1, "--steps", 6]
-    more += ["--save-every", "2st", "--restarts", 1, "--resume", "never"]
-    mark = uuid.uuid4().hex
-    with start(tmp_path, *more, MARK=mark) as process:
-        wait_for(lambda: (run / "checkpoints" / "last.pt").exists())
-        kill_rank_1(mark)
-        _, words = process.communicate(timeout=240)
-    assert process.returncode == 0, words
-    assert "rank 1 died" in words
-    assert "restarting after exit code 8" in words
-    assert "resuming from" in words
-    assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
 AGENT = """#!/bin/bash

@@ -20,9 +20,7 @@ METADATA = "Metadata-Version: 2.1\nName: probe-package\nVersion: 1.0\n"
 WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def install(
-    folder: Path, *requirements: str, python: str = sys.executable
-) -> subprocess.CompletedProcess[str]:
+def install(folder: Path, *requirements: str) -> subprocess.CompletedProcess[str]:
     """Install a package `probe_package` with nothing in it but its needs."""
     folder.mkdir(exist_ok=True)
     path = folder / "probe_package-1.0-py3-none-any.whl"
@@ -32,7 +30,7 @@ def install(
         file.writestr(f"{INFO}/METADATA", METADATA + needs)
         file.writestr(f"{INFO}/WHEEL", WHEEL)
         file.writestr(f"{INFO}/RECORD", "")
-    argv = ["/bin/sh", "-c", INSTALL, python, str(folder / "made"), str(path)]
+    argv = ["/bin/sh", "-c", INSTALL, sys.executable, str(folder / "made"), str(path)]
     return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from helpers import is_alive, wait_for
 
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exits
@@ -101,17 +100,15 @@ def test_a_signal_during_the_imports_of_launch_is_a_stop() -> None:
     assert done.returncode == 75, done
 
 
-@pytest.mark.parametrize("is_both", [False, True])
-def test_no_survivor(is_both: bool, tmp_path: Path) -> None:
-    """test_engines.py kills the launch only."""
+def test_no_survivor(tmp_path: Path) -> None:
+    """test_engines.py kills the launch, or the launcher."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
         with stubborn(tmp_path) as (launch, launcher):
             ranks = [int(path.name.removeprefix("up")) for path in tmp_path.glob("up*")]
             os.kill(launcher, signal.SIGKILL)
-            if is_both:
-                launch.kill()
+            launch.kill()
             wait_for(lambda: not any(map(is_alive, [launcher, *ranks])), timeout_s=5)
-            assert launch.wait(5) == (-9 if is_both else 8)
+            assert launch.wait(5) == -9
         assert bystander.poll() is None
 
 
