@@ -127,11 +127,8 @@ def state() -> dict[str, Any]:
         "place": (Path.cwd(), umask, locale.setlocale(locale.LC_ALL), os.sched_getaffinity(0)),
         "sys": (list(sys.path), list(sys.meta_path), list(sys.argv), sys.stdout, sys.stderr),
         "hooks": (sys.excepthook, threading.excepthook, sys.displayhook, sys.gettrace()),
-        "interpreter": (
-            sys.getswitchinterval(),
-            sys.getrecursionlimit(),
-            faulthandler.is_enabled(),
-        ),
+        "interpreter": (sys.getswitchinterval(), sys.getrecursionlimit()),
+        "faulthandler": faulthandler.is_enabled(),
         "garbage collection": (gc.isenabled(), gc.get_threshold(), is_frozen()),
         "limits": [resource.getrlimit(n) for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)],
         "others": (socket.getdefaulttimeout(), decimal.getcontext().prec),

@@ -38,6 +38,7 @@ from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DataError, DiskError
 
+BboxOf = Callable[..., list[float]]
 PACKED, INDEX_ONLY = PrepareConfig(), PrepareConfig(pack=False)
 BOTH = pytest.mark.parametrize("config", [PACKED, INDEX_ONLY])
 
@@ -437,11 +438,7 @@ def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
     ],
 )
 def test_boxes_in_another_form_are_reported(
-    dataset: Path,
-    store: Path,
-    caplog: pytest.LogCaptureFixture,
-    bbox_of: Callable[..., list[float]],
-    words: str,
+    dataset: Path, store: Path, caplog: pytest.LogCaptureFixture, bbox_of: BboxOf, words: str
 ) -> None:
     with edited(dataset / TRAIN) as document:
         sides = {i["id"]: (i["width"], i["height"]) for i in document["images"]}
@@ -505,11 +502,7 @@ def test_exported_pixels_are_the_same_in_every_reader(
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(
-    dataset: Path,
-    store: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    dataset: Path, store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
     split = raw(dataset, store, 310)
@@ -517,7 +510,7 @@ def test_a_full_disk_is_seen_before_the_first_byte(
     assert f"{num_bytes / 1e9:.2f} GB" in caplog.text
     written = sum(p.stat().st_size for p in store.glob("images-train-*"))
     assert num_bytes < written < 1.02 * num_bytes + 50_000
-    full = tmp_path / "full"
+    full = store.with_name("full")
     for free, config in (
         (num_bytes - 1, PrepareConfig(encoding="raw", shrink=310)),
         (1000, PACKED),

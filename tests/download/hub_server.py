@@ -123,14 +123,10 @@ class HubServer(Server):
         if match is None or match[1] not in self.repositories:
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if match[2] == "preupload":
-            modes = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if _is_large(f["path"], f["size"]) else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in json.loads(body)["files"]
-            ]
+            modes = []
+            for f in json.loads(body)["files"]:
+                mode = "lfs" if _is_large(f["path"], f["size"]) else "regular"
+                modes.append({"path": f["path"], "uploadMode": mode, "shouldIgnore": False})
             return _json({"files": modes})
         repository = self.repositories[match[1]]
         for line in body.splitlines():

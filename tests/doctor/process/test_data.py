@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,22 +42,13 @@ def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> N
     expect(states(code=2)["dataset"], "fail")
 
 
-def test_a_read_only_data_folder(machine: Machine, dataset: Path) -> None:
-    dataset.chmod(0o555)
-    # A store inside it; without --store the index would go to the user's cache folder.
-    doctor = [sys.executable, "-m", "ssdctl", "doctor", "--json", "--data", str(dataset)]
-    doctor += ["--store", str(dataset / "prepared")]
-    prefix: list[str] = []
-    if os.geteuid() == 0:  # whom permissions do not stop: a mount does
-        mount = f"mount --bind {dataset} {dataset} && mount -o remount,ro,bind {dataset}"
-        prefix = ["/usr/bin/unshare", "--mount", "/bin/sh", "-c"]
-        prefix += [f'PATH=/usr/bin:/bin; {mount} && exec "$@"', "-"]
-        if not Path(prefix[0]).exists() or subprocess.run([*prefix, "/bin/true"]).returncode:
-            pytest.skip("cannot mount here")
-    done = subprocess.run([*prefix, *doctor], capture_output=True, text=True, timeout=60)
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
+def test_a_read_only_data_folder(
+    machine: Machine, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access  # nothing stops root but a mount
+    monkeypatch.setattr(os, "access", lambda path, mode: path != dataset and access(path, mode))
+    checks = machine.doctor("--data", dataset, "--store", dataset / "prepared")
     expect(checks["disk"], "warn", f"{dataset} is read-only", "--store DIR")
-    dataset.chmod(0o755)
 
 
 def test_backbone_weights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from conftest import TINY_RUN
@@ -59,20 +60,6 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def asked(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True).stdout.strip()
-
-
-@contextlib.contextmanager
-def launch(run: Path, shapes: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
-    words = ["launch", "--cpus", 2, "--launcher", "slurm", "--cores-per-node", 2, *more]
-    words += ["--data", shapes, "--out", run]
-    options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
-    argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(argv, text=True, cwd=run.parent, **streams) as process:  # type: ignore[call-overload]
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -125,31 +112,6 @@ def slurm_daemons() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish_after_a_requeue(
-    process: subprocess.Popen[str], run: Path, steps: int, nodes: int = 1
-) -> None:
-    """Wait until the job is queued again, skip Slurm's two minutes, and wait for its end."""
-    assert process.stderr is not None
-    job = re.search(r"submitted (\d+);", process.stderr.readline())
-    assert job is not None
-    wait_for(lambda: "Restarts=1" in asked("scontrol", "show", "job", job[1]), timeout_s=150)
-    assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
-    # The remains of the first run are removed by then; the second one must not start before.
-    wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
-    time.sleep(3)  # slurmd removes the first run's script a little later, by the job's number
-    update = ["scontrol", "update", f"jobid={job[1]}", "StartTime=now", "TimeLimit=60"]
-    # Each update triggers the scheduler; otherwise it runs once a minute.
-    show = ["scontrol", "show", "job", job[1]]
-    wait_for(lambda: asked(*update) or "JobState=PENDING" not in asked(*show))
-    assert f"NumNodes={nodes} " in asked(*show)
-    out, words = process.communicate(timeout=200)
-    assert process.returncode == 0, out + words
-    assert [r["step"] for r in records(run, "train")] == list(range(1, steps + 1))
-    assert "resuming from" in out
-    assert "rank 1, process" in (run / "logs" / "rank-1.log").read_text()
-    assert not list(run.parent.glob(".ssdctl-*"))
-
-
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.usefixtures("slurm_daemons")
 def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(
@@ -161,17 +123,44 @@ def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(
     """
     run = shutil.copytree(tiny_run, tmp_path / "run")
     file = run / "checkpoints/step-00000003.pt"  # a larger batch counts it as step 1
-    options = ["--resume", file, "--resume-changed", "--steps", 6, "--wait"]
+    words = ["launch", "--cpus", 2, "--launcher", "slurm", "--cores-per-node", 2, "--nodes", 2]
+    words += ["--data", shapes, "--out", run, "--resume", file, "--resume-changed", "--wait"]
+    options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
+    argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options, "--steps", "6"]
 
     def trains() -> bool:
         starts = [r for r in records(run, "event") if r["event"] == "started"]
         return len(starts) > 1 and len(records(run, "train")) > 1
 
-    with launch(run, shapes, "--nodes", 2, *options) as process:
-        wait_for(trains)
-        asked("scancel", "--signal=USR1", "--name=ssdctl")
-        finish_after_a_requeue(process, run, 6, nodes=2)
+    with subprocess.Popen(argv, text=True, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        try:
+            wait_for(trains)
+            asked("scancel", "--signal=USR1", "--name=ssdctl")
+            start_the_requeued_job(process.stderr.readline(), run)
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+    assert process.returncode == 0, out + err
+    assert [r["step"] for r in records(run, "train")] == list(range(1, 7))
+    assert "resuming from" in out
+    assert "rank 1, process" in (run / "logs" / "rank-1.log").read_text()
+    assert not list(tmp_path.glob(".ssdctl-*"))
     assert not file.exists()
+
+
+def start_the_requeued_job(line: str, run: Path) -> None:
+    """Wait until the job is queued again, and skip Slurm's two minutes."""
+    job = re.search(r"submitted (\d+);", line)[1]
+    show = ["scontrol", "show", "job", job]
+    wait_for(lambda: "Restarts=1" in asked(*show), timeout_s=150)
+    assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
+    # The remains of the first run are removed by then; the second one must not start before.
+    wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
+    time.sleep(3)  # slurmd removes the first run's script a little later, by the job's number
+    update = ["scontrol", "update", f"jobid={job}", "StartTime=now", "TimeLimit=60"]
+    # Each update triggers the scheduler; otherwise it runs once a minute.
+    wait_for(lambda: asked(*update) or "JobState=PENDING" not in asked(*show))
+    assert "NumNodes=2 " in asked(*show)
 
 
 PROBE = """
