@@ -4,8 +4,6 @@ A run folder changes only at file operations: a process that is killed at each o
 another folder than the one before has been killed at every moment that makes a difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import multiprocessing

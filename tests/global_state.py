@@ -3,8 +3,6 @@
 `live` runs lines of Python in a fork, and reports their results and what each of them changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import decimal

@@ -3,8 +3,6 @@
 The large files are sparse: they take no space and no time to write.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

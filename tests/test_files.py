@@ -1,7 +1,5 @@
 """Files are written atomically and read as what they are; names cannot leave their folder."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 tests/test_docs.py has the commands, links and files of the pages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import typing

@@ -5,8 +5,6 @@ an option, one of its aliases, `--set`, a variable or a line of a config file. A
 shortest line that fails, to be typed in a shell.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

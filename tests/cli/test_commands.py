@@ -1,7 +1,5 @@
 """Commands as users type them: typical mistakes get a hint that works, results a next command."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

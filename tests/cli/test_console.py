@@ -1,7 +1,5 @@
 """What a terminal shows: untrusted text as visible characters, lines wrapped between words."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Options of other programs and of `launch`: one message says what to write instead."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

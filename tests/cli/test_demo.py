@@ -1,7 +1,5 @@
 """The number of training steps of the demo on machines of different speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`ssdctl download` and `fetch-weights` as users type them, against a server on the loopback."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The help pages of all commands, and the errors of a mistyped command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib import metadata

@@ -1,7 +1,5 @@
 """`ssdctl launch` as users type it, without running a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

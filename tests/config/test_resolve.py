@@ -1,7 +1,5 @@
 """The layers of the config, the source of each value, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Images that tests of the decoder and of the check encode."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

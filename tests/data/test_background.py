@@ -1,7 +1,5 @@
 """An image counts as one without objects only if its labels say so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

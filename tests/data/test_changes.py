@@ -1,7 +1,5 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Datasets are divided and reduced to some classes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

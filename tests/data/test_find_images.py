@@ -1,7 +1,5 @@
 """Which image file labels mean, and which split: the same in every format, and never a guess."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Mapping

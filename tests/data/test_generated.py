@@ -7,8 +7,6 @@
 A failure prints the smallest dataset that shows it, its files and the commands; the folder is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

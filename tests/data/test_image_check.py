@@ -1,7 +1,5 @@
 """Faults 22, 23 and 49: the formats of image files, and what is reported of each."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -1,7 +1,5 @@
 """Every entrance of the decoder gives the same pixels: Pillow's, bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import struct

@@ -1,7 +1,5 @@
 """prepare writes what the dataset contains, and reports what it drops."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

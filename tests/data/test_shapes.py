@@ -1,7 +1,5 @@
 """The embedded dataset is real COCO data, and the same for the same seed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples in docs/data.md read the store with other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What prepare says about the images and boxes of each split."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiles against pixels: each object is painted in its own color and counted in the tile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

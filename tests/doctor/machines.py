@@ -1,8 +1,6 @@
 """A fake machine: folders for sysfs, scripts for third-party programs, a recorded answer of torch's
 probe where torch itself is not the point; and the doctor run on it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

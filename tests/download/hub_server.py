@@ -7,8 +7,6 @@ with HubServer() as hub:
 Files over 1 MiB, and those that end in .safetensors, go through LFS, as on the Hub.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """A dataset's download: several files and unpacked archives, also hostile and damaged ones."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

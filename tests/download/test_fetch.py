@@ -1,7 +1,5 @@
 """Faults 1 to 14 of a download, each against a real server on the loopback."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Models on the Hugging Face Hub, from a loopback server: fetched, checked, kept, and refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """What is known of a file that was still arriving when its process went down."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

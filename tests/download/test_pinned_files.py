@@ -1,7 +1,5 @@
 """What is pinned, what a manifest may contain, and the cache of backbone weights."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

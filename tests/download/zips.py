@@ -1,7 +1,5 @@
 """Archives for tests, the files that a download is asked for, and the contents of a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess

@@ -3,8 +3,6 @@
 One draw per input keeps them fast. Nothing is shrunk: an input has at most five mutations.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

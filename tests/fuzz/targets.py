@@ -4,8 +4,6 @@ Most inputs go to the parser inside the boundary that turns errors into exit cod
 (`exit_after`), one in `COMMAND_EVERY` through the whole command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -7,8 +7,6 @@ The default suite runs a few inputs of each, always the same ones. Each bug is p
 that shows it, which becomes a test of its parser.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

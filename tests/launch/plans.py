@@ -1,7 +1,5 @@
 """Plans of launches."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """Which cores the ranks of a node get: from Open MPI, and in the rank itself from its card's NUMA
 node. Nothing is launched; the topology of the machine is synthetic."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, golden
 that of batch/v1's JobSpec: without descriptions, and without the parts of pods that the first one has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command for a request: without side effects, so every case compares data."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

@@ -5,8 +5,6 @@ torchrun's argparse, the schemas of Kubernetes, bash with stand-ins for `python`
 hostile: blanks, quotes, `$(...)`, newlines. A failure prints the shortest command that fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The exit code of a job, and the ranks that failed first, from what the ranks recorded."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

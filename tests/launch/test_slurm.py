@@ -1,7 +1,5 @@
 """Slurm: the script as text; process/test_slurm.py runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ the real ones print if a controller is unavailable, a job is unknown, or its end
 Slurm itself runs in test_slurm.py, where it is installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

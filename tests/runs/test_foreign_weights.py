@@ -1,7 +1,5 @@
 """Weights of other programs, or of a broken copy, are named as what they are."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that are made to be shared contain no secrets of the config, environment or command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

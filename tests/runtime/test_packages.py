@@ -1,7 +1,5 @@
 """What is read from the installed PyTorch's metadata, and what differs between its versions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Secrets of URLs are hidden; host and path stay readable."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What the system grants: cores, memory, a cache that nobody else can write to."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

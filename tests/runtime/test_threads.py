@@ -1,7 +1,5 @@
 """Signal handlers of a training that another program started, and work that threads do ahead."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Commands in processes and with checkpoints: imports, streams, signals, scores, runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The completion scripts are up to date and complete commands; the man pages are well-formed."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

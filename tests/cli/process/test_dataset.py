@@ -1,7 +1,5 @@
 """`ssdctl dataset export` writes the store in layouts that other programs read."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ssdctl prepare` as users type it, and own datasets from the annotations to a score."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

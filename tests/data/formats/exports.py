@@ -1,7 +1,5 @@
 """Datasets in each format: six images with a bright block per object, written as the generator does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Annotations are untrusted: what is refused, dropped or repaired."""
 
-from __future__ import annotations
-
 import json
 import time
 from fractions import Fraction

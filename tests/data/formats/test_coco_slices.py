@@ -1,7 +1,5 @@
 """Annotations of large files are decoded in slices, with the result and the errors as at once."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import random

@@ -1,7 +1,5 @@
 """Exports of labeling tools are recognized, prepared, trained on and scored unchanged."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """RetinaNet's CSV, VIA's, LabelMe's and Create ML's JSON: their variants, and what is left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

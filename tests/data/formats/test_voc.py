@@ -1,7 +1,5 @@
 """Pascal VOC: lists, folders of any name, pixels from 1 or 0, and what is broken."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """YOLO: data.yaml, Darknet's files, labels in the usual places, and what is broken."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

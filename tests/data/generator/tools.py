@@ -1,7 +1,5 @@
 """Write a world by other programs: globox and supervision, as each writes a format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

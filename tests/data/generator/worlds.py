@@ -4,8 +4,6 @@ Each image has a gray of its own as background, each object a color of its own: 
 image was read, and which object is under a box.
 """
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Collection

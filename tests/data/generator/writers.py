@@ -4,8 +4,6 @@ Every function writes one layout of one format, in the variants that `world.flag
 says what each can express. Nothing here reads how ssdctl reads.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Fault 52: a dataset folder that cannot be written gets its index in a cache folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`ssdctl doctor` as users type it: on this machine and on all ranks for real, and its output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Dataset, store, weights, and the hosts that they come from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """CPUs, GPUs, Gaudi cards and TPUs, and the software that drives them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

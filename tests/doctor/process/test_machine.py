@@ -1,7 +1,5 @@
 """Python, torch and the packages; the machine, its limits and its launchers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

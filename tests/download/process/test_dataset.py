@@ -1,7 +1,5 @@
 """A dataset's download in processes: two at once, killed, and resumed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

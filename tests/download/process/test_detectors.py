@@ -1,7 +1,5 @@
 """Detectors by name: fetched, checked, recorded, and used wherever a checkpoint is expected."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The script that installs ssdctl in a pod: this interpreter replaces the image's."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

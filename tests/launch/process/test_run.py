@@ -3,8 +3,6 @@
 The launchers are small fakes; test_engines.py runs torchrun and mpirun.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

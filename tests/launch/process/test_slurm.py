@@ -4,8 +4,6 @@ munged, slurmctld and slurmd (Debian: munge slurmctld slurmd slurm-client) run o
 a key, ports and folders of their own; nothing of an installed cluster is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -8,8 +8,6 @@ The oracle is an undisturbed run: as long as nothing that changes what a run com
 every loss, AP and weight is equal to its. A failure prints the shortest life as commands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 RACES=200 scripts/test -m slow tests/runs/process/test_races.py     # 200 races
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The run folder: its place without --out; one run at a time; a dead run's lock blocks none."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -2,8 +2,6 @@
 affinity as on macOS (hidden in a child process), busy ones, and one with
 broken shared libraries."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
