@@ -76,9 +76,8 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
     if isinstance(kind, info.Metadata):
         return values(setting, kind.type)
     if setting.path == "train.augment":
-        return st.sampled_from([*AUGMENTATION_LISTS, "flip", "crop,color"]).map(
-            lambda name: Value(name, name)
-        ) | st.just(Value("rotate", INVALID))
+        names = [Value(name, name) for name in (*AUGMENTATION_LISTS, "flip", "crop,color")]
+        return st.sampled_from([*names, Value("rotate", INVALID)])
     if setting.path == "data.tile":
         sizes = [Value(text, INVALID) for text in ("-1", "1", "31", "x", "1.5")]
         return st.sampled_from([*sizes, Value("0", 0), Value("32", 32), Value("640", 640)])
@@ -306,20 +305,7 @@ PLANNED = {
     "train.tracker": "tensorboard nonsense",
     "train.warmup": "0st 1st 3ep 12st 30 900st",
 }
-PLAN_FLAGS = [
-    "--bf16",
-    "--fp16",
-    "--fp32",
-    "--fake-data",
-    "--sync-bn",
-    "--deterministic",
-    "--freeze-norm",
-    "--resume-changed",
-    "--freeze-stem",
-    "--no-decay-bias",
-    "--tf32",
-    "--tensorboard",
-]
+PLAN_FLAGS = [flag for s in OF_TRAIN if s.is_flag or s.choice_flags for flag in s.flags]
 RISKY = ["--resume=CKPT", "--out=RUN", "--init=CKPT", "--tracker=nonsense", "--accumulate=3"]
 RISKY += ["--backbone-weights=absent.pth", "--init=absent.pt", "--backbone=vgg16"]
 PLAN_OPTION = (

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 from conftest import Result, run_cli
+from launch.test_requests import _without_variables  # noqa: F401 - a fixture
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
 from ssdctl.launch import processes
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MPI_ROOT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def launch(*arguments: str) -> Result:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from download.test_fetch import append
+from test_files import noted
 
 from ssdctl.download import transfer
 from ssdctl.download.transfer import MIN_PIECE_BYTES, PartialFile, partial_path
@@ -40,25 +41,10 @@ def test_a_part_is_continued_and_published(target: Path, monkeypatch: pytest.Mon
     assert (partial.inherited, partial.arrived_bytes) == (400_000, 400_000)
     append(partial, CONTENT[400_000:])
     assert partial.take() is None
-    calls: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(what: Any, *more: Any) -> Any:
-            path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
-            calls.append(f"{name} {path.name}")
-            return original(what, *more)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(os, "fsync")
-    note(os, "ftruncate")
-    note(Path, "replace")
+    calls = noted(monkeypatch)
     partial.publish(target)
     partial.close()
-    names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
-    assert calls == [*names, f"fsync {target.parent.name}"]
+    assert calls == [f"fsync {len(CONTENT)}", "rename", "fsync folder"]  # without the record
     assert target.read_bytes() == CONTENT
     assert list(target.parent.iterdir()) == [target]
 

@@ -45,7 +45,7 @@ KUBERNETES = Job(kubernetes.ARGV, {}, "kubernetes", 2, text="", manifest=MANIFES
 ENGINES = {"slurm": Slurm(), "kubernetes": Kubernetes()}
 MPI_JOB = "mpijob.kubeflow.org/mine"
 Answers = list[tuple[int, str, str]]
-SetAnswers = Callable[[Answers], None]
+SetAnswers = Callable[[Answers], object]
 
 
 @pytest.fixture
@@ -59,10 +59,7 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
     for module in (base, kubernetes, slurm):
         monkeypatch.setattr(module, "POLL_S", 0.01)
 
-    def setter(answers: Answers) -> None:
-        (tmp_path / "answers.json").write_text(json.dumps(answers))
-
-    return setter
+    return lambda answers: (tmp_path / "answers.json").write_text(json.dumps(answers))
 
 
 def follow(job_id: str, plan: Job = KUBERNETES) -> tuple[int, list[str]]:
