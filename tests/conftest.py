@@ -58,6 +58,11 @@ TINY_RUN = (
     "--preset stable-r34 --backbone tiny --backbone-weights none --bs 2 --warmup 1st "
     "--log-every 1 --workers 1 --fp32 --device cpu"
 )
+# The same as keywords, without `log_every`.
+TINY: dict[str, Any] = {
+    "preset": "stable-r34", "backbone": "tiny", "backbone_weights": "none", "batch_size": 2,
+    "warmup": "1st", "workers": 1, "precision": "fp32", "device": "cpu", "progress": False,
+}  # fmt: skip
 
 
 class Result(NamedTuple):

@@ -1,4 +1,4 @@
-"""The error analysis detects deliberate errors by type."""
+"""The error analysis detects deliberate errors by type; labels that look wrong are listed first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluation.judge import Row, detections, image_counts, read_truth, write_annotations
+from evaluation.test_resample import drawn_split
 from numpy.typing import NDArray
 
 from ssdctl.benchmark.evaluate import make_split
+from ssdctl.data.annotations import Annotations
 from ssdctl.data.coco_json import document_of
-from ssdctl.errors import DataError
 from ssdctl.evaluation.analysis import (
     ERRORS,
     NUM_SAMPLES,
@@ -22,12 +23,11 @@ from ssdctl.evaluation.analysis import (
     score,
 )
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
+from ssdctl.evaluation.suspects import find_suspects
 from ssdctl.runs.evaluation import (
     SHOWN_SCORE,
     Evaluation,
     EvaluationInfo,
-    read_evaluation,
-    write_evaluation,
 )
 
 BOX = [20.0, 20.0, 100.0, 100.0]
@@ -131,24 +131,6 @@ def test_what_scoring_ignores_is_no_error(tmp_path: Path) -> None:
     assert [[f.category_id for f in s.found] for s in result.samples] == [[2], [2]]
 
 
-def test_the_worst_images_come_first(tmp_path: Path) -> None:
-    far = [200.0, 200.0, 50.0, 50.0]
-    rows = [
-        (0, 2, BOX, 0.9),
-        (2, 2, BOX, 0.9),
-        (2, 2, far, 0.8),
-        (3, 2, BOX, 0.9),
-        (3, 2, far, 0.1),
-    ]
-    samples = evaluation(tmp_path, rows).samples
-    assert [(s.image_id, s.is_worst) for s in samples] == [
-        (1, True),  # missed
-        (2, True),  # one wrong
-        (0, False),
-        (3, False),  # wrong, but below the score that is shown
-    ]
-
-
 def test_f1_over_the_threshold(tmp_path: Path) -> None:
     """Two of four objects are found with 0.8, then one false detection and the others follow."""
     far = [200.0, 200.0, 50.0, 50.0]
@@ -164,18 +146,6 @@ def test_f1_over_the_threshold(tmp_path: Path) -> None:
     assert curve[40] == curve[0] == pytest.approx(2 * 4 / 6 / (1 + 4 / 6), abs=1e-4)
     assert best_threshold(result) == (0.2, curve[0])
     assert best_threshold(evaluation(tmp_path, RIGHT)) == (0.45, 1.0)
-
-
-def test_the_file_of_an_evaluation(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
-    for rows in ([], RIGHT):
-        before = evaluation(tmp_path, rows)
-        write_evaluation(path, before)
-        assert read_evaluation(path) == before
-    assert read_evaluation(tmp_path / "none.json") is None
-    path.write_text('{"about": 3}')
-    with pytest.raises(DataError, match=r"evaluation\.json"):
-        read_evaluation(path)
 
 
 def test_the_worst_images_are_pycocotools() -> None:
@@ -199,3 +169,56 @@ def test_the_worst_images_are_pycocotools() -> None:
     some = np.arange(0, 300, 20)
     few = choose_samples(run_scoring(truth, found, image_ids=some), found)
     assert sorted(s.image_id for s in few) == some.tolist()
+
+
+def damaged(truth: Annotations, count: int) -> tuple[Annotations, dict[tuple[int, float], str]]:
+    """Change the classes of some objects, remove others; return the place of each damage."""
+    chosen = np.random.default_rng(0).choice(len(truth.boxes), 2 * count, replace=False)
+    labels, is_kept = truth.labels.copy(), np.ones(len(truth.boxes), np.bool_)
+    labels[chosen[:count]] = 3 - labels[chosen[:count]]
+    is_kept[chosen[count:]] = False
+    kinds = {
+        (int(truth.rows[row]), float(truth.boxes[row, 0])): "class" if n < count else "no box"
+        for n, row in enumerate(chosen)
+    }
+    return truth._replace(labels=labels).with_objects(is_kept), kinds
+
+
+def test_damaged_labels_come_first() -> None:
+    truth, found = drawn_split(3, 200)
+    wrong, kinds = damaged(truth, 30)
+    for checkpoints in (found[1:], found):
+        suspects = find_suspects(wrong, wrong.image_ids, checkpoints)
+        assert [s.suspicion for s in suspects] == sorted(
+            (s.suspicion for s in suspects), reverse=True
+        )
+        hits = dict.fromkeys(("class", "no box"), 0)
+        for s in suspects[:60]:
+            near = [
+                k
+                for (image, left), k in kinds.items()
+                if image == s.image_id and abs(left - s.box[0]) < 20
+            ]
+            hits[s.kind if s.kind in near else "class"] += bool(near)
+        assert sum(hits.values()) >= 30
+        assert min(hits.values()) >= 10
+    undamaged = find_suspects(truth, truth.image_ids, found)
+    assert undamaged[20].suspicion < suspects[20].suspicion
+
+
+def test_an_object_that_no_checkpoint_finds_is_named() -> None:
+    truth, found = drawn_split(4, 30)
+    lost = int(np.argmax(truth.areas))
+    image, box = int(truth.rows[lost]), truth.boxes[lost]
+    parts = []
+    for of_one in found:
+        far = np.abs(of_one.boxes - box).max(axis=1) > 100
+        kept = (of_one.image_ids != image) | far
+        parts.append(Detections(*(column[kept] for column in of_one)))
+    named = [s for s in find_suspects(truth, truth.image_ids, parts) if s.kind == "not found"]
+    assert (image, round(float(box[0]), 1)) in {(s.image_id, s.box[0]) for s in named}
+    assert all(s.label and not s.detected for s in named)
+    is_lost = np.arange(len(truth.boxes)) == lost
+    crowd, without = truth._replace(is_crowd=is_lost), truth.with_objects(~is_lost)
+    one, other = (find_suspects(labels, truth.image_ids, parts) for labels in (crowd, without))
+    assert one == other  # a crowd that is not found says nothing about the objects

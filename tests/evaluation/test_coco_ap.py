@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Result
 from evaluation.judge import Row, detections, pycocotools_figures, read_truth, write_annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,21 +139,6 @@ def index_of(path: Path) -> Path:
     return index
 
 
-def test_perfect_detections_score_one_and_none_zero(tmp_path: Path) -> None:
-    truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
-    path = annotations(tmp_path, truth)
-    actual = [(i, 5, [10.0, 10, 50, 50], 0.9) for i in range(3)]
-    result = run_scoring(read_truth(path), detections(actual))
-    assert result.metrics["AP"] == pytest.approx(1.0)
-    assert result.metrics["APs"] == -1
-    by_name = {c.name: c.AP for c in result.per_class}
-    assert by_name == {"class 2": -1, "class 5": pytest.approx(1.0), "class 11": -1}
-    assert len(result.image_ids) == 4
-    result = run_scoring(read_truth(path), detections([]), verify=True)
-    assert result.metrics["AP"] == 0
-    assert result.metrics["AR100"] == 0
-
-
 def test_detections_of_unlisted_categories_are_ignored_and_of_images_refused(
     tmp_path: Path,
 ) -> None:
@@ -205,20 +188,3 @@ def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> Non
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match="results format"):
         read_detections(path)
-
-
-def test_an_annotation_file_alone_is_the_split(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    box = {"image_id": 1, "bbox": [10.0, 10.0, 50.0, 50.0], "category_id": 5}
-    path = annotations(tmp_path, [box])
-    content = json.loads(path.read_text())
-    for entry in content["images"]:
-        entry["id"] += 100
-    content["annotations"][0]["image_id"] = box["image_id"] = 101
-    path.write_text(json.dumps(content))
-    Path("found.json").write_text(json.dumps([box | {"score": 0.5}]))
-    for options, count in (([], 4), (["--annotated-only"], 1)):
-        result = cli("evaluate", "found.json", "--data", path, "--json", *options)
-        assert result.code == 0, result.err
-        metrics = json.loads(result.out)
-        assert (metrics["AP"], metrics["images"]) == (pytest.approx(1), count)
-    assert cli("evaluate", "found.json", "--data", path, "--split", "val").code == 3

@@ -1,5 +1,6 @@
 """Detection over a split: every image once, for all batch sizes and numbers of ranks; bad outputs
-are named. Classes are matched by name: a new export may renumber and reorder them."""
+are named. Classes are matched by name: a new export may renumber and reorder them. The validation loss
+does not depend on the batches either."""
 
 from __future__ import annotations
 
@@ -14,14 +15,21 @@ import torch
 from conftest import TINY_RUN, Cli
 from helpers import run_ranks, start_script
 from PIL import Image
+from tiny_network import Tiny
 
 from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.data.annotations import ClassName, match_classes
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
+from ssdctl.device.cpu import Cpu
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.evaluation.detect import ValidationLoss
 from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.input.batch import Batch
+from ssdctl.input.open import random_batch
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.ssd300 import load_network
 
 LOW = ("--score-threshold", "0.01")
@@ -63,14 +71,6 @@ def test_batches_do_not_matter(
     assert np.array_equal(rows[np.argsort(rows[:, 0], kind="stable")], table(at_once))
 
 
-def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:
-    usable = split.usable.copy()
-    usable[[0, 5]] = False
-    detections = detected(checkpoint, split._replace(usable=usable), list(range(9)), 4)
-    bad = set(split.image_ids[[0, 5]].tolist())
-    assert set(detections.image_ids.tolist()) == set(split.image_ids.tolist()) - bad
-
-
 def test_category_ids_are_chosen_or_left_out(checkpoint: Path, split: Split) -> None:
     ids = {c.id: place - 1 for place, c in enumerate(split.classes)}  # -1, 0, 1 ...
     found = detected(checkpoint, split, [0, 1], 2)
@@ -98,25 +98,12 @@ def test_bad_weights_exit_7(cli: Cli, checkpoint: Path, value: float) -> None:
         assert result.out == ""
 
 
-# Rank R evaluates the R-th checkpoint that the first argument names, or the last one.
+# Rank R evaluates the R-th run that the first argument names.
 EVALUATE = """
 import os, sys
 from ssdctl.cli.main import main
-checkpoints, options = sys.argv[1].split(), sys.argv[2:]
-main(["evaluate", checkpoints[min(int(os.environ["RANK"]), len(checkpoints) - 1)], *options])
+main(["evaluate", sys.argv[1].split()[int(os.environ["RANK"])], *sys.argv[2:]])
 """
-
-
-def test_all_ranks_detect_with_the_first_ones_weights(cli: Cli, checkpoint: Path) -> None:
-    for name in ("same.pt", "other.pt"):
-        payload = torch.load(checkpoint, weights_only=True)
-        payload["model"]["box_heads.0.bias"][0] += name == "other.pt"
-        torch.save(payload, name)
-    options = (*LOW, "--device", "cpu", "--json")
-    one = cli("evaluate", "same.pt", *options)
-    ranks = run_ranks(2, EVALUATE, "same.pt other.pt", *options, start=start_script)
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    assert ranks[0].out == one.out
 
 
 def test_a_run_that_another_rank_sees_later(cli: Cli, tiny_run: Path) -> None:
@@ -177,6 +164,13 @@ def test_evaluation_matches_by_name(
     assert "brick" not in message
 
 
+def test_classes_of_one_name_keep_their_order() -> None:
+    known, listed = (
+        [ClassName(n, name) for n, name in enumerate(names)] for names in ("aba", "baa")
+    )
+    assert match_classes(known, listed) == [1, 0, 2]
+
+
 def test_a_run_resumes_with_renumbered_classes(
     cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path
 ) -> None:
@@ -192,3 +186,37 @@ def test_a_run_resumes_with_renumbered_classes(
     assert refused.code == 5
     assert "another order" in refused.err
     assert "--init" in refused.err
+
+
+SIZES = ([7], [3, 4], [1] * 7)
+
+
+def losses(batch: Batch, sizes: list[int], padding: int, backbone: str) -> dict[str, float]:
+    """Return the loss of the batch's images in batches of these sizes, filled up with padding."""
+    torch.manual_seed(0)
+    model: Any = Tiny(has_norm=False)
+    model.constants = find_backbone(backbone).CONSTANTS
+    loss, start = ValidationLoss(model, Cpu()), 0
+    for size in sizes:
+        part = Batch(*(field[start : start + size] for field in batch))
+        start += size
+        filled = torch.cat([part.images, part.images.new_zeros(padding, 300, 300, 3)])
+        with torch.no_grad():
+            output = model(filled.permute(0, 3, 1, 2).float() / 255)
+        loss.add(part, output)
+    loss.set_means([loss.sums()])
+    return loss.means
+
+
+@pytest.mark.parametrize("backbone", ["tiny", "vgg16"])
+def test_batches_and_padding_do_not_matter(backbone: str) -> None:
+    batch = random_batch(7, 4, max_boxes=9)
+    labels = batch.labels.clone()
+    for number in range(7):  # images with 0 to 5 objects
+        labels[number, max(number - 1, 0) :] = 0
+    batch = batch._replace(labels=labels, rows=np.arange(7))
+    expected = losses(batch, [7], 0, backbone)
+    assert expected["loss"] == pytest.approx(expected["loss_box"] + expected["loss_class"])
+    for sizes in SIZES:
+        for padding in (0, 2):
+            assert losses(batch, sizes, padding, backbone) == pytest.approx(expected, rel=1e-5)

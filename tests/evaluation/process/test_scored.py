@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import Result, run_cli
+from conftest import TINY, Result, run_cli
 from evaluation.judge import Row, detections, matched
 from helpers import examples, seeded, seeds
 from hypothesis import Phase, given
@@ -35,17 +35,6 @@ from ssdctl.evaluation.analysis import BackgroundScoring, score
 from ssdctl.evaluation.coco_ap import Detections, read_ground_truth
 
 METRICS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
-TINY: dict[str, Any] = {
-    "preset": "stable-r34",
-    "backbone": "tiny",
-    "backbone_weights": "none",
-    "warmup": "1st",
-    "batch_size": 2,
-    "workers": 1,
-    "precision": "fp32",
-    "device": "cpu",
-    "progress": False,
-}
 
 
 class World(NamedTuple):
@@ -84,8 +73,6 @@ def seed_of(weights: torch.Tensor) -> int:
 
 
 class Started(ssdctl.Observer):
-    """Records the images that a run trains on."""
-
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
 
@@ -127,14 +114,8 @@ def make_world(
     for name in [*(f"fold-{n}" for n in range(1, count + 1)), "whole"]:
         fold = {} if name == "whole" else {"fold": f"{name[-1]}/{count}", "group": group}
         config = ssdctl.configure(train=fold, data={"tile": tile} if tile else {})
-        ssdctl.train(
-            shapes,
-            out=folder / name,
-            steps=1,
-            config=config,
-            observers=[Started(world, name)],
-            **TINY,
-        )
+        common = {**TINY, "steps": 1, "observers": [Started(world, name)]}
+        ssdctl.train(shapes, out=folder / name, config=config, **common)
         model = load_checkpoint(folder / name / "checkpoints/best.pt").model
         world.seeds[name] = seed_of(model["class_heads.0.weight"])
     rows = [f for i in world.ids("val") for f in drawn(truth["val"], 1, i)]
@@ -288,7 +269,12 @@ def check_line(world: World, line: Line, out: Path) -> None:
         assert written["metrics"] == {m: shown.get(m, written["metrics"][m]) for m in METRICS}
     if "--suspects" in options:
         with (out / "suspects.csv").open() as file:
-            assert {int(row["image_id"]) for row in csv.DictReader(file)} <= {*of.images}, where
+            suspects = list(csv.DictReader(file))
+        assert {int(row["image_id"]) for row in suspects} <= {*of.images}, where
+        if suspects and "--report" in options:
+            page = (out / "page/report.html").read_text(encoding="utf-8")
+            assert "Labels that may be wrong" in page
+            assert suspects[0]["file"] in page
 
 
 def check_world(world: World) -> None:
