@@ -107,12 +107,8 @@ def test_joint_transforms_of_torchvision(shapes: Path, model: ssdctl.SSD300) -> 
         assert len({len(after[name]) for name in ("boxes", "labels", "area", "iscrowd")}) == 1
         assert after["area"].tolist() == after["boxes"][:, 2:].prod(dim=1).tolist()
         assert model.loss([small], [after]) >= 0
-    for transform, expected in ((lambda i, t: (i, t), image), (v2.RandomHorizontalFlip(1.0), None)):
-        got, target = ssdctl.Dataset(shapes, transforms=transform)[2]
-        assert torch.equal(got, image if expected is not None else image.flip(2))
-        assert (
-            target["area"].sum() == (before["boxes"][:, 2:] - before["boxes"][:, :2]).prod(1).sum()
-        )
+    mirrored, _ = ssdctl.Dataset(shapes, transforms=v2.RandomHorizontalFlip(1.0))[2]
+    assert torch.equal(mirrored, image.flip(2))
 
 
 def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.SSD300) -> None:
@@ -125,6 +121,7 @@ def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.
     image, found = dataset[number]
     assert found["boxes"].shape == (0, 4)
     assert model.loss([image], [found]) == 0
+    assert model.loss([image], [{}]) == 0  # as torchvision's wrapped datasets
     assert model.loss([image], [found], background_negatives=30) > 0
 
 
@@ -164,12 +161,6 @@ def test_the_loss_of_the_network_is_the_multibox_loss(model: ssdctl.SSD300) -> N
     stretched = torch.full((2, 3, 300, 600), 0.5)
     torch.testing.assert_close(model.loss(stretched, wide), model.loss(plain, targets))
     assert "targets" not in str(list(model.state_dict()))
-
-
-def test_images_without_boxes_count_as_zero(model: ssdctl.SSD300) -> None:
-    image = torch.rand(3, 200, 100)
-    assert model.loss([image], [target()]).item() == 0
-    assert model.loss([image], [{}]).item() == 0  # as torchvision's wrapped datasets
 
 
 def in_format(name: str, box: tuple[float, ...], canvas_size: tuple[int, int]) -> torch.Tensor:
@@ -238,7 +229,9 @@ def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
     copied = ssdctl.load(own, device="cpu").model
     assert next(copied.parameters()) is not next(own.parameters())
     assert ssdctl.export(own, "own.safetensors", format="safetensors")["source"] == "SSD300 tiny"
-    assert ssdctl.SSD300.from_checkpoint("own.safetensors").architecture == own.architecture
+    exported = ssdctl.SSD300.from_checkpoint("own.safetensors")
+    assert exported.architecture == own.architecture
+    assert str(exported.state_dict()) == str(own.state_dict())
     with pytest.raises(UsageError, match="cannot be resumed"):
         load_resumable(Path("own.pt"))
 
@@ -371,9 +364,3 @@ def test_networks_that_do_not_exist_are_refused(model: ssdctl.SSD300) -> None:
     for stages in (-1, 5):
         with pytest.raises(UsageError, match=str(stages)):
             model.freeze(stages)
-
-
-def test_default_boxes() -> None:
-    boxes = ssdctl.default_boxes(torch.float64)
-    assert (boxes.shape, boxes.dtype) == ((8732, 4), torch.float64)
-    assert boxes[0].tolist() == pytest.approx([4 / 300, 4 / 300, 0.07, 0.07])

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from tiny_network import build_training
 from torch import Tensor
 
-from ssdctl.config.fields import Tiling
-from ssdctl.data.tiles import Window, tile_windows
+from ssdctl.data.tiles import Window
 from ssdctl.device import open_device
 from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.model.postprocess import cut_flags, merge
 
 Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "size", "overlap"),
-    [
-        (8000, 6000, 1000, 0.2),
-        (301, 300, 300, 0.0),
-        (1000, 200, 333, 0.5),
-        (200, 1000, 333, 0.5),
-        (640, 480, 300, 0.9),
-    ],
-)
-def test_tiles_cover_the_image_and_overlap(
-    width: int, height: int, size: int, overlap: float
-) -> None:
-    complete, *tiles = tile_windows(width, height, Tiling(size, overlap))
-    assert complete == (0, 0, width, height)
-    for length, axis in ((width, 0), (height, 1)):
-        spans = sorted({(tile[axis], tile[axis + 2]) for tile in tiles})
-        assert spans[0][0] == 0
-        assert spans[-1][1] == length
-        for (_, end), (start, _) in itertools.pairwise(spans):
-            assert end - start >= int(size * overlap) - 1
-        assert all(stop - start == min(size, length) for start, stop in spans)
-    assert len(tiles) == len(set(tiles))
-    assert tile_windows(size, size - 1, Tiling(size, overlap)) == [Window(0, 0, size, size - 1)]
 
 
 def test_boxes_at_inner_edges_are_cut() -> None:

@@ -130,17 +130,13 @@ def infinite_scores(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "code", "subject"),
-    [
+    [  # more: fuzz/targets.py
         (lambda model: model.ClearField("metadata_props"), 5, "metadata"),  # another program's
         (metadata("classes", '["a"]'), 5, "classes"),
-        (metadata("num_classes", "7"), 5, "num_classes"),
         (metadata("backbone", '"alexnet"'), 2, "not installed"),
-        (metadata("input", '{"layout": "BCHW"}'), 5, "layout"),
         (external_weights, 5, "another file"),
         (another_domain, 5, "evil"),
         (another_input, 5, "changed.onnx"),
-        (lambda model: model.graph.node.pop(), 5, "onnxruntime"),
-        (lambda model: model.graph.ClearField("node"), 5, "no graph"),
         (many_labels, 5, "label"),
         (infinite_scores, 7, "NaN or infinite"),
     ],
@@ -153,16 +149,7 @@ def test_damaged_and_hostile_files(
     assert subject in result.err
 
 
-def test_not_onnx(cli: Cli, tmp_path: Path, image_file: Path) -> None:
-    path = tmp_path / "x.onnx"
-    for content in (b"", b"garbage" * 100):
-        path.write_bytes(content)
-        assert cli("predict", path, image_file).code == 5
-    assert cli("predict", tmp_path / "absent.onnx", image_file).code == 2
-
-
 def test_it_has_no_weights(cli: Cli, write: Write) -> None:
-    """Nothing that needs weights accepts it."""
     path = write()
     for command in (
         ["export", path, "--format", "safetensors", "--out", "x.safetensors"],

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from conftest import Cli
 from data.samples import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ from ssdctl.input.augmentations import (
 )
 from ssdctl.input.augmentations.ssd import crop, flip
 from ssdctl.input.batch import LoaderConfig
-from ssdctl.input.loader import FILL_RGB, TrainLoader, resize, resize_crop
+from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 
 WHOLE = [0.0, 0.0, 1.0, 1.0]
 SCENES: dict[str, list[reference.Box]] = {
@@ -214,13 +213,6 @@ def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], f
     assert error.mean() < 0.1
 
 
-def test_an_uncropped_image_equals_pillows() -> None:
-    image = sample(333, 222, 7)
-    out = np.zeros((300, 300, 3), np.uint8)
-    resize(np.asarray(image), out)
-    assert np.array_equal(out, np.asarray(image.resize((300, 300), Image.Resampling.BILINEAR)))
-
-
 def test_a_crop_that_leaves_the_image_is_a_crop_of_the_canvas() -> None:
     columns, rows = np.linspace(0, 255, 120)[None, :, None], np.linspace(255, 0, 80)[:, None, None]
     pixels = np.broadcast_to((columns + rows) / 2, (80, 120, 3)).round().astype(np.uint8)
@@ -248,10 +240,3 @@ def test_half_of_the_samples_are_zoomed_out_and_filled(split: Split) -> None:
     filled = (images == np.array(FILL_RGB, np.uint8)).all(axis=3).mean(axis=(1, 2))
     assert (filled > 0.2).any()
     assert (filled < 0.01).any()
-
-
-def test_an_unknown_name_is_refused(cli: Cli, tmp_path: Path) -> None:
-    result = cli("train", "--data", tmp_path, "--augment", "ssd,nosuch")
-    assert result.code == 2
-    assert "nosuch" in result.err
-    assert "ssd-zoom" in result.err

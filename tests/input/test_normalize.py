@@ -75,14 +75,6 @@ def test_each_image_has_its_own_jitter() -> None:
         np.testing.assert_allclose(actual[i].permute(1, 2, 0).numpy(), expected, atol=2e-5)
 
 
-@settings(max_examples=50, deadline=None)
-@given(gray=st.floats(0, 1), saturation=FACTORS, turn=TURNS)
-def test_gray_stays_gray(gray: float, saturation: float, turn: float) -> None:
-    image = np.full((2, 2, 3), gray)
-    actual = jittered(image, 1.0, 1.0, saturation, turn)
-    np.testing.assert_allclose(actual, image, atol=1e-12)
-
-
 @settings(max_examples=30, deadline=None)
 @given(brightness=st.floats(0.875, 1.125), contrast=FACTORS, saturation=FACTORS)
 def test_all_but_hue_is_the_sequential_definition(

@@ -117,12 +117,6 @@ def test_images_without_objects_have_their_hardest_negatives(divisor: str, share
     assert actual.classification > case.loss(constants=constants).classification
 
 
-def test_images_without_objects_do_not_change_the_loss_of_others() -> None:
-    case = random_case(2, 0.1, torch.float32)
-    others = Case(*(t[:2] for t in case))
-    assert torch.equal(others.loss(background_negatives=30).total, others.loss().total)
-
-
 def test_more_negatives_requested_than_available() -> None:
     """Positives that are counted as negatives too: NVIDIA's ORed masks, not MLPerf's sum."""
     case = random_case(0, 0.6, torch.float64)
@@ -170,17 +164,6 @@ def test_boxes_without_area_stay_finite(box: tuple[float, ...]) -> None:
     assert torch.stack(list(losses)).isfinite().all()
     assert losses.box > 0  # its forced match is there
     assert_finite_gradients(offsets, logits)
-
-
-@pytest.mark.parametrize("num_boxes", [1, 2, 93])
-def test_padding_does_not_matter(num_boxes: int) -> None:
-    offsets, logits, boxes, labels = one_image(FAR)
-    more, names = torch.zeros(1, num_boxes, 4), torch.zeros(1, num_boxes, dtype=torch.int64)
-    more[:, :1], names[:, :1] = boxes[:, :1], labels[:, :1]
-    loss = MultiboxLoss()
-    assert torch.equal(
-        loss(offsets, logits, more, names).total, loss(offsets, logits, boxes, labels).total
-    )
 
 
 def test_infinities_outside_the_selected_boxes_stay_there() -> None:

@@ -192,12 +192,3 @@ def _by_score(*columns: torch.Tensor) -> list[torch.Tensor]:
     boxes, scores, _ = columns
     order = np.lexsort((boxes[:, 0].numpy(), scores.numpy()))
     return [column[order] for column in columns]
-
-
-@pytest.mark.parametrize("num_boxes", [1, 8732])
-def test_static_detections_are_padded_to_the_declared_length(num_boxes: int) -> None:
-    for most in (1, 0):  # with scores up to this
-        boxes, scores = torch.rand(1, num_boxes, 4), most * torch.rand(1, 2, num_boxes)
-        labels = detect_static(boxes, scores, rules())[2]
-        assert labels.shape == (1, min(200, 2 * min(200, num_boxes)))
-        assert bool(labels.any()) == bool(most) or num_boxes == 1

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ssdctl.boxes import Matcher, box_cxcywh_to_ltrb, default_boxes_cxcywh, pairwise_iou
 from ssdctl.input.normalize import Normalize
 from ssdctl.model import fused
-from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.ssd300 import SSD300
@@ -35,7 +34,6 @@ def random_truth(batch_size: int, num_boxes: int, seed: int = 0) -> tuple[Tensor
 
 
 def swapped(module: nn.Module, *forms: str) -> nn.Module:
-    """Return a copy in some forms, with the same weights."""
     other = copy.deepcopy(module)
     fused.swap_in(other, forms)
     assert {type(m).__module__ for m in other.modules()} & {fused.__name__}
@@ -71,28 +69,6 @@ def test_another_number_of_classes_is_padded_too() -> None:
         expected = model.predict(1, feature)
         joined = swapped(model, "gpu").predict(1, feature)
         torch.testing.assert_close(joined, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_every_convolution_but_the_stem_has_aligned_channels(
-    monkeypatch: pytest.MonkeyPatch, compiling: None
-) -> None:
-    channels: list[tuple[int, int]] = []
-    convolve = torch.nn.functional.conv2d
-
-    def record(images: Tensor, weight: Tensor, *arguments: object, **options: object) -> Tensor:
-        channels.append((weight.shape[1], weight.shape[0]))
-        return convolve(images, weight, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.nn.functional, "conv2d", record)
-    with without_weights():
-        model = SSD300("resnet34", 81, "none").train()
-        fused.swap_in(model, ["gpu"])
-        offsets, logits = model(torch.empty(1, 3, 300, 300))
-    assert (offsets.shape[2], logits.shape[2]) == (8732, 8732)
-    assert channels[0] == (4, 64)
-    assert len(channels) > 40
-    assert all(n % 8 == 0 for pair in channels[1:] for n in pair)
-    assert sum(n % fused.ALIGNMENT == 0 and n in (384, 512) for _, n in channels) >= 6
 
 
 def test_the_relu_after_a_norm_equals_the_relu_at_its_edges(compiling: None) -> None:

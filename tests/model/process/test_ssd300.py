@@ -1,4 +1,4 @@
-"""The network: shapes, size, cost, the third-party names, and equality with plain functions."""
+"""The network: shapes, size, cost, third-party names, equality with plain functions and torchvision."""
 
 from __future__ import annotations
 
@@ -187,17 +187,34 @@ def test_third_party_round_trip_is_exact(peer: str, prefix: str) -> None:
     SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
 
 
-@pytest.mark.parametrize("backbone", [*RESNETS, "tiny"])
-def test_the_backbone_follows_from_the_names(backbone: str) -> None:
-    state = on_meta(backbone, "batch").state_dict()
-    assert backbone_of(state) == backbone
-    fewer = {k: v for k, v in state.items() if not k.startswith("backbone.layer3.1.")}
-    assert backbone_of(fewer) == backbone, "loading it reports what is missing"
-    assert backbone_of({"backbone.features.0.weight": torch.empty(1)}) is None
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
+def test_weights_of_a_seed_and_outputs_are_torchvisions(name: str) -> None:
+    from torchvision import models
 
+    torch.manual_seed(5)
+    theirs = getattr(models, name)(weights=None)
+    random_state = torch.random.get_rng_state()
+    torch.manual_seed(5)
+    backbone = find_backbone(name).build()
+    assert torch.equal(torch.random.get_rng_state(), random_state)  # so the heads' are the same
+    ((module, expected),) = backbone.pretrained_parts(theirs.state_dict(), nn.ModuleList())
+    assert module is backbone
+    assert list(backbone.state_dict()) == list(expected)
+    assert all(torch.equal(t, expected[key]) for key, t in backbone.state_dict().items())
 
-def test_not_a_third_party_checkpoint() -> None:
-    assert source_of(None) is None
-    assert source_of({"state": 1}) is None
-    assert source_of({"model": [1]}) is None
-    assert source_of({"model": on_meta("resnet18", "none").state_dict()}) is None
+    for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.weight, 0.2, 0.6)  # as no other channel's
+        nn.init.normal_(norm.bias, 0, 0.1)
+        norm.running_mean.normal_(0, 0.1)
+        norm.running_var.uniform_(0.5, 1.5)
+    backbone.load_state_dict({k: theirs.state_dict()[k] for k in expected})
+    trunk = nn.Sequential(*list(theirs.children())[:7])
+    first = trunk[6][0]
+    strided = first.conv2 if hasattr(first, "conv3") else first.conv1
+    strided.stride = first.downsample[0].stride = (1, 1)
+    images = torch.randn(2, 3, 64, 64)
+    for training in (False, True):  # with the running statistics, and with the batch's
+        outputs = backbone.train(training)(images)
+        assert outputs.std() > 1e-4
+        assert torch.equal(outputs, trunk.train(training)(images))
+    assert torch.equal(backbone.layer3[0].bn1.running_var, first.bn1.running_var)
