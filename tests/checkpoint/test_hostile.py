@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_network import config
 
 import ssdctl
 from ssdctl.boxes import BOXES_PER_CELL
 from ssdctl.checkpoint.file import load_checkpoint, read_payload, with_classes
 from ssdctl.checkpoint.format import Architecture, Checkpoint
-from ssdctl.checkpoint.third_party import to_third_party
-from ssdctl.config import resolve
 from ssdctl.config.fields import LARGEST_INT
-from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
@@ -78,27 +76,13 @@ def set_weight(content: Payload, tensor: torch.Tensor) -> None:
     content["model"]["class_heads.0.bias"] = tensor
 
 
-def architecture(**fields: object) -> Callable[[Payload], object]:
-    return lambda p: p.update(architecture=fields)
-
-
-HOSTILE: dict[str, Callable[[Payload], object]] = {
-    "no optimizer": lambda p: p.pop("optimizer"),
-    "text as a weight": lambda p: p.update(model={"weight": "no tensor"}),
+HOSTILE: dict[str, Callable[[Payload], object]] = {  # more: fuzz/targets.py
     "no image trained on": lambda p: p.update(images=0),
-    "a class without a name": lambda p: p.update(classes=[{"id": 1}] * 2),
-    "a number as the backbone": architecture(backbone=11, extra_norm="none", num_classes=3),
-    "text as the best AP": lambda p: p.update(best_ap="x"),
-    "text as a rank's statistics": lambda p: p.update(rank_statistics=[["x"]]),
     "20,000 classes in the names only": lambda p: wide(p, 20_000),
     "20,000 classes with narrow heads": lambda p: wide(p, 20_000, 1),
-    "10^400 classes": lambda p: p["architecture"].update(num_classes=10**400),
-    "a tensor as settings": lambda p: p.update(config=torch.zeros(2, 2)),
     "fewer names than classes": lambda p: p["classes"].pop(),
     "NaN as the best AP": lambda p: p.update(best_ap=float("nan")),
     "a class name of a megabyte": lambda p: p["classes"][0].update(name="x" * 2**20),
-    "a setting of 10^400": lambda p: p["config"].update({"train.lr": 10**400}),
-    "NUL in data.root": lambda p: p["config"].update({"data.root": "a\0b"}),
     "a sparse tensor": lambda p: set_weight(p, torch.zeros(12).to_sparse()),
     "a complex tensor": lambda p: set_weight(p, torch.zeros(12, dtype=torch.complex64)),
     "a repeated number": lambda p: set_weight(p, torch.zeros(1).expand(12)),
@@ -108,8 +92,6 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "sparse momentum": lambda p: p["optimizer"]["state"].update(
         {0: {"momentum_buffer": torch.zeros(3).to_sparse()}}
     ),
-    "a list as an optimizer's state": lambda p: p["optimizer"]["state"].update({0: [1]}),
-    "groups without parameters": lambda p: p["optimizer"].update(param_groups=[{"lr": 1}]),
 }
 
 
@@ -134,29 +116,12 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
         with_classes(read, SSD300("tiny", 2, "none"), [ClassName(1, "class 1")])
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"label_map": value} for value in (1.5, [1], torch.zeros(3), {1: torch.zeros(2)})),
-        {"label_map": {0: "background", 1: "a"}},
-        *({"iteration": value} for value in (10**400, "x", [1])),
-        *({"epoch": value} for value in (10**400, float("nan"))),
-    ],
-    ids=repr,
-)
-def test_fields_of_third_party_files(fields: Payload, tmp_path: Path) -> None:
-    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
-    with pytest.raises(IntegrityError, match=f"{next(iter(fields))}|malformed"):
-        load_checkpoint(save({"model": state, **fields}, tmp_path))
-
-
 def resumable(folder: Path, optimizer: str) -> tuple[SSD300, torch.optim.Optimizer, Payload]:
     """Return a network, its optimizer, and the contents of a checkpoint of both."""
-    overrides = [Override("train.optimizer", optimizer, of_call("test"))]
     model = load_network(load_checkpoint(save(payload(), folder)))
     content = {**payload(), "model": model.state_dict(), "trained": None}
     content["config"]["train.optimizer"] = optimizer
-    built = build_optimizer(model, resolve(overrides=overrides).train, open_device("cpu"))
+    built = build_optimizer(model, config(optimizer=optimizer), open_device("cpu"))
     return model, built, {**content, "optimizer": copy.deepcopy(built.state_dict())}
 
 
@@ -251,32 +216,17 @@ def test_zips_that_torch_does_not_write(tmp_path: Path) -> None:
         read_payload(path)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(3, dtype=d) for d in (torch.float64, torch.bfloat16, torch.int8, torch.bool)]
-    + [torch.zeros(0), torch.zeros(6)[1:4], torch.zeros(2, dtype=torch.complex64)],
-    ids=str,
-)
-def test_tensors_of_each_type_are_read(tensor: torch.Tensor, tmp_path: Path) -> None:
-    others = [tensor, 1.5, None, True, "text", 2**40, -1, (1, 2), set()]
-    read = read_payload(save({"a": tensor, "b": others}, tmp_path))
-    assert torch.equal(read["a"], tensor)
-    assert torch.equal(read["b"][0], tensor)
-
-
 def safetensors(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(16)
 
 
 HEADER = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
 LONG = HEADER.replace(b"4]", b"%d]" % 10**12).replace(b"16]", b"%d]" % (4 * 10**12))
-OTHER_FORMATS = {  # torch.load reads safetensors, too; nothing reads ONNX
+OTHER_FORMATS = {  # torch.load reads safetensors, too
     "safetensors": safetensors(HEADER),
     "safetensors, a header of 2^63 bytes": (2**63 - 1).to_bytes(8, "little") + HEADER,
     "safetensors, 4 TB": safetensors(LONG),
     "safetensors, deep": safetensors(b"[" * 200_000),
-    "ONNX": b"\x08\x0a\x12\x07pytorch\x3a\x80\x80\x80\x80\x08" + bytes(100),
-    "ONNX, a graph of 2^63 bytes": b"\x3a" + b"\xff" * 9 + b"\x7f",
     "empty": b"",
     "half a zip": b"PK\x03\x04 half a zip",
     "a long string in a pickle": b"\x80\x02X\xff\xff\xff\x7f" + b"x" * 100,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.annotations import ClassName
-from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300, load_backbone, load_network
 
 
 class Malice:
-    """Creates a file when it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 
@@ -48,8 +45,6 @@ def at_step(step: int, **values: Any) -> Checkpoint:
         ({"model": {"module.roi_heads.box_head.fc6.weight": 1}}, "torchvision"),
         ({"fc.weight": 1, "layer1.0.conv1.weight": 1}, "--backbone-weights"),
         (b"cultralytics.nn.tasks\nDetectionModel\n.", "ultralytics"),  # its class is pickled
-        (b"cpathlib\nPurePath\n.", None),
-        ([1, 2], None),
         (torch.zeros(3), None),
     ],
 )
@@ -67,17 +62,6 @@ def test_the_program_that_wrote_a_refused_file_is_named(
     assert (program or "") in str(caught.value)
     for key in payload if isinstance(payload, dict) else ():
         assert key in str(caught.value)
-
-
-def test_what_only_resembles_a_third_party_file(tmp_path: Path) -> None:
-    path = tmp_path / "peer.pt"
-    for weight, words in (
-        ("a word", "its weights are not tensors"),
-        (torch.zeros(64, 3, 7, 7), "not an SSD300 on a ResNet"),
-    ):
-        torch.save({"model": {"model.layer1.0.weight": weight}}, path)
-        with pytest.raises(IntegrityError, match=f"looks like mlperf's, but .*{words}"):
-            load_checkpoint(path)
 
 
 def test_a_folder_or_an_absent_file_is_a_usage_error(tmp_path: Path) -> None:
@@ -133,20 +117,3 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "checkpoints/last.pt")
     assert not saved["model"]["w"].any()
     assert not saved["optimizer"]["state"][0]["momentum_buffer"].any()
-
-
-def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
-    class Full(CheckpointFolder):
-        def write(self, checkpoint: Checkpoint) -> None:
-            raise DiskError("no space left")
-
-    def look() -> None:
-        for _ in range(3000):  # at the ends of steps, which never wait for a save
-            saver.check()
-            time.sleep(0.01)
-
-    saver = Full(tmp_path, keep=1)
-    saver.save(at_step(1))
-    with pytest.raises(DiskError):
-        look()
-    saver.close()

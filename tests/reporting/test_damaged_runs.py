@@ -47,27 +47,21 @@ def make_run(folder: Path, *lines: bytes) -> Path:
 
 DAMAGED = [  # more: fuzz/targets.py
     *(b"7", b"null", b"{}", b'{"kind": "train"', b'{"kind": 7, "step": 4, "epoch": 1}'),
-    b'{"kind": "train", "step": true, "epoch": 1, "loss": 1, "images_per_second": 1}',
     b'{"kind": "train", "step": -1, "epoch": 1, "loss": 1, "images_per_second": 1}',
-    b'{"kind": "train", "step": 4, "epoch": 1, "loss": 1}',
-    b'{"kind": "train", "step": 1e400, "epoch": 1}',
     b'{"kind": "eval", "step": 4, "epoch": 1, "AP": NaN, "AP50": 0.9, "AP75": 0.9}',
     b'{"kind": "event", "step": 4, "epoch": 1, "event": "class_ap", "AP": {"ball": "x"}}',
-    b'{"kind": "event", "step": 4, "epoch": 1, "event": "started", "time": "now"}',
     b'{"kind": "event", "step": 4, "epoch": 1, "event": "\xff\xfe"}',
     b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 ]
 
 
 def script_data(page: str) -> dict[str, Any]:
-    """Return what the page's script reads."""
     (text,) = re.findall(r'id="data">(.*?)</script>', page)
     data: dict[str, Any] = json.loads(text)
     return data
 
 
 def report(cli: Cli, run: Path) -> str:
-    """Return the page of a run."""
     result = cli("report", run)
     assert result.code == 0, result.err
     return (run / "report.html").read_text()
@@ -93,16 +87,6 @@ def test_a_damaged_line_is_refused_by_name_and_dropped_by_a_resume(
     assert "0.250" in report(cli, run)
 
 
-def test_a_run_with_a_damaged_line_is_listed_as_broken(tmp_path: Path, cli: Cli) -> None:
-    make_run(tmp_path / "runs" / "broken", b"{}")
-    make_run(tmp_path / "runs" / "whole")
-    rows = json.loads(cli("runs", "--json").out)
-    assert {Path(row["path"]).name: row["state"][:7] for row in rows} == {
-        "broken": "broken:",
-        "whole": "",
-    }
-
-
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run", b'{"kind": "train"')
     path = run / "metrics.jsonl"
@@ -117,14 +101,6 @@ def test_a_name_that_is_not_utf8_leaves_the_metrics_readable(tmp_path: Path, cli
     bad_image = record("event", 4, event="bad_image", file="caf\udce9.jpg")
     MetricsFile(run / "metrics.jsonl", start_step=3).write(bad_image)
     assert "caf?.jpg" in report(cli, run)
-
-
-def test_the_duration_is_unknown_after_a_crash(tmp_path: Path) -> None:
-    facts = {"time": "2026-01-01T00:00:00+00:00", "train_images": 2, "val_images": 1}
-    began = json.dumps(record("event", 0, event="started", **facts)).encode()
-    ended = json.dumps(record("event", 1, event="finished", total_s=7)).encode()
-    assert Run(make_run(tmp_path / "run", began, ended)).duration_s == 7
-    assert Run(make_run(tmp_path / "crashed", began, began, ended)).duration_s is None
 
 
 def test_another_environment_is_refused(tmp_path: Path, cli: Cli) -> None:

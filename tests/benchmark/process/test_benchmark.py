@@ -6,35 +6,15 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import Cli
 
-from ssdctl.benchmark import train
 from ssdctl.benchmark.train import timed
-from ssdctl.distributed import Ranks
 
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()
-
-
-def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def batches(*arguments: Any) -> None:
-        raise LookupError(arguments[3])  # threads
-
-    monkeypatch.setattr(train, "endless_batches", batches)
-    monkeypatch.setattr(train, "usable_cores", lambda world_size=1: 8 // world_size)
-    config = SimpleNamespace(train=SimpleNamespace(workers=0))
-    bench: Any = SimpleNamespace(config=config, ranks=Ranks(0, 4, 0), size=1, device=None)
-    bench._warm_step, bench._rate = lambda *_: (None, 0.0), lambda *_: 1.0
-    bench._fake_batch = lambda _: None
-    split: Any = SimpleNamespace(most_boxes=1, classes=["a"])
-    with pytest.raises(LookupError, match="2"):
-        train._Bench.metrics(bench, split, 1.0)
 
 
 @pytest.mark.slow
@@ -93,18 +73,3 @@ def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possibl
         first, second = pool.map(pair.run, range(2), work_s)
     assert first == second
     assert first in possible
-
-
-@pytest.mark.parametrize(("drain", "waits"), [(True, 5), (False, 3)])
-def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
-    drain: bool, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before and after the first repetition and at the end; else at both checks as well."""
-    calls: list[str] = []
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.05 * calls.count("work"))
-    wait = partial(calls.append, "wait")
-    times, _ = timed(partial(calls.append, "work"), 0.95, wait=wait, is_any=bool, drain=drain)
-    assert times == 20
-    assert calls[:3] == ["wait", "work", "wait"]
-    assert calls[-1] == "wait"
-    assert calls.count("wait") == waits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zipfile
 from dataclasses import replace
@@ -11,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import load_checkpoint, same_classes, with_classes
-from ssdctl.data.annotations import ClassName
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.errors import IntegrityError
-from ssdctl.model.ssd300 import SSD300, load_backbone, load_network, network_of
+from ssdctl.model.ssd300 import SSD300, load_backbone, load_network
 
 
 def test_a_checkpoint_is_plain_and_read_back(checkpoint: Path) -> None:
@@ -31,25 +29,6 @@ def test_a_checkpoint_is_plain_and_read_back(checkpoint: Path) -> None:
         load_backbone(SSD300("tiny", 3, "none"), checkpoint)
 
 
-def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
-    read = load_checkpoint(checkpoint)
-    without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
-    assert same_classes(read, read.classes)
-    assert same_classes(replace(read, classes=without_ids), read.classes)
-    assert same_classes(replace(read, classes=[]), read.classes)  # no names
-    assert not same_classes(replace(read, classes=[]), read.classes[1:])
-    assert not same_classes(read, read.classes[::-1])
-    assert not same_classes(read, read.classes[1:])
-    model = network_of(read.architecture._replace(num_classes=3))
-    others = [ClassName(None, "new"), ClassName(None, "star")]
-    state, kept = with_classes(read, model, others)
-    old, new = (
-        s["class_heads.0.bias"].unflatten(0, (n, -1)) for s, n in ((read.model, 6), (state, 3))
-    )
-    assert kept == ["star"]
-    assert torch.equal(new[[0, 2]], old[[0, 4]])  # the background and the star
-
-
 def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:
     content = bytearray(checkpoint.read_bytes())
     path = tmp_path / "x.pt"
@@ -64,13 +43,6 @@ def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:
         spoiled[position] ^= 1
         path.write_bytes(spoiled)
         with pytest.raises(IntegrityError):
-            load_checkpoint(path)
-    start = content.rindex(b"PK\x01\x02", 0, len(content) - 3000)
-    for offset in range(4, 46, 3):  # in the directory
-        spoiled = bytearray(content)
-        spoiled[start + offset] ^= 0x55
-        path.write_bytes(spoiled)
-        with contextlib.suppress(IntegrityError):  # another error is a bug; some mean nothing
             load_checkpoint(path)
 
 
@@ -96,19 +68,8 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     torch.save(state, path, _use_new_zipfile_serialization=False)
     model = SSD300("resnet18", 3, "none")
     load_backbone(model, path)
-    assert torch.equal(model.backbone.conv1.weight, state["conv1.weight"])
+    for name in ("conv1.weight", "layer3.1.conv2.weight"):
+        assert torch.equal(model.backbone.state_dict()[name], state[name])
     assert model.backbone.bn1.num_batches_tracked == 0
-
-
-def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
-    from torchvision.models import resnet18
-
-    torch.manual_seed(1)
-    resnet = resnet18()
-    path = tmp_path / "resnet18.pth"
-    torch.save(resnet.state_dict(), path)
-    model = SSD300("resnet18", 3, "none")
-    load_backbone(model, path)
-    assert torch.equal(model.backbone.layer3[1].conv2.weight, resnet.layer3[1].conv2.weight)
     with pytest.raises(IntegrityError, match=r"missing layer1\.2"):
         load_backbone(SSD300("resnet34", 3, "none"), path)

@@ -56,9 +56,8 @@ def test_a_run_is_pushed_and_used_by_its_name(
 
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     options = ("--data-license", "CC0 [see|here]", "--private")
-    result = cli(
-        "push", tiny_run, f"hf://{REPOSITORY}", "--license", "mit", "--out", "card", *options
-    )
+    command = ("push", tiny_run, f"hf://{REPOSITORY}", "--license", "mit", "--out", "card")
+    result = cli(*command, *options)
     assert result.code == 0, result.err
     assert "no --license" not in result.err
     given = {"--license=mit", "--data-license=CC0 [see|here]", "--private"}

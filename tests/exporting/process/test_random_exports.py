@@ -135,7 +135,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 
 def run(path: Path, images: np.ndarray, names: tuple[str, ...]) -> list[np.ndarray]:
-    """Run a file by its runtime."""
     if path.suffix == ".pt2":
         return [x.numpy() for x in torch.export.load(path).module()(torch.from_numpy(images))]
     if path.suffix == ".xml":

@@ -4,9 +4,9 @@ written."""
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,6 @@ def exported(cli: Cli, checkpoint: Path, out: str, *options: object) -> Path:
 
 
 def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
-    """Run an ONNX file."""
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
@@ -85,7 +84,6 @@ PLUGIN_OUTPUTS = {  # type, dimensions after the batch
 
 @pytest.mark.parametrize("batch", [None, 2])
 def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
-    """The node of EfficientNMS_TRT is as documented."""
     onnx = pytest.importorskip("onnx")
     size = str(batch or "batch")
     decoder = onnx.parser.parse_model(
@@ -149,25 +147,11 @@ def test_without_the_extra(
     assert not Path(out).exists()
 
 
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_images_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
-    """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
-    root = tmp_path / "root"
-    (root / "photos").mkdir(parents=True)
-    shutil.copytree(shapes / "val2017", root / "photos/deep")
-    document = json.loads((shapes / "annotations/instances_val2017.json").read_text())
-    for image in document["images"]:
-        image["file_name"] = f"deep/{image['file_name']}"
-    (root / "val.json").write_text(json.dumps(document))
-    (root / "dataset.toml").write_text('[val]\nimages = "photos"\nannotations = "val.json"\n')
-    if is_prepared:
-        result = cli("prepare", "--data", root)
-        assert result.code == 0, result.err
-        assert images_of(root, root / "prepared")[1] == str(root)
-    shutil.rmtree(root / "photos")
-    pixels, source = images_of(root, root / "prepared")
-    assert pixels.shape == (5, 300, 300, 3)
-    assert source == (str(root) if is_prepared else "generated shapes")
+def test_images_to_compare_on(shapes: Path, tmp_path: Path) -> None:
+    """The dataset's, or generated ones."""
+    assert images_of(shapes, shapes / "prepared")[1] == str(shapes)
+    pixels, source = images_of(tmp_path, tmp_path / "prepared")
+    assert (pixels.shape, source) == ((5, 300, 300, 3), "generated shapes")
 
 
 def test_weights_that_are_nan_are_named(cli: Cli, checkpoint: Path) -> None:
@@ -219,3 +203,70 @@ def test_each_difference_is_refused(checkpoint: Path, number: int, difference: f
     changes[number] = difference
     with pytest.raises(IntegrityError):
         reference.check_outputs(run)
+
+
+OBJECTS = 8  # per image
+
+
+@pytest.fixture
+def own_truth(cli: Cli, checkpoint: Path, dataset: Path) -> Path:
+    """Return a dataset whose annotations are the network's best detections.
+
+    The network is hardly trained; on this dataset its AP is high, and int8 changes it.
+    """
+    command = ["evaluate", checkpoint, "--data", dataset, "--device", "cpu"]
+    assert cli(*command, "--detections", "found.json").code == 0
+    found = defaultdict(list)
+    for entry in sorted(json.loads(Path("found.json").read_text()), key=lambda e: -e["score"]):
+        found[entry["image_id"]].append(entry)
+    path = dataset / "annotations/instances_val2017.json"
+    best = [entry for entries in found.values() for entry in entries[:OBJECTS]]
+    document = json.loads(path.read_text())
+    document["annotations"] = [
+        {**entry, "id": number, "area": entry["bbox"][2] * entry["bbox"][3], "iscrowd": 0}
+        for number, entry in enumerate(best, 1)
+    ]
+    path.write_text(json.dumps(document))
+    return dataset
+
+
+@pytest.mark.slow
+def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
+    """AP, size and latency before and after; too large a loss is refused."""
+    onnx = pytest.importorskip("onnx")
+    options = ("--data", own_truth, "--format", "onnx", "--int8", "--calibrate", 8, "--json")
+    refused = cli("export", checkpoint, *options, "--out", "x.onnx", "--max-ap-loss", 0)
+    assert refused.code == 5, refused.err
+    assert "lowers the AP" in refused.err
+    assert "--max-ap-loss" in refused.err
+    assert not list(Path().glob("*x.onnx*"))
+
+    result = cli("export", checkpoint, *options, "--out", "x.onnx", "--max-ap-loss", 1)
+    assert result.code == 0, result.err
+    assert "model.onnx" not in result.err  # a temporary file
+    metrics = json.loads(result.out)
+    before, after = metrics["before"], metrics["after"]
+    assert before["ap"] > 0.3  # below 1: the detections that were left out count as wrong
+    assert after["ap"] < before["ap"]
+    assert after["size"] < before["size"]
+    assert min(before["latency_ms"], after["latency_ms"]) > 0
+    assert f"AP {before['ap']:.4f}" in result.err
+    assert f"AP {after['ap']:.4f}" in result.err
+    scored = cli("evaluate", "x.onnx", "--data", own_truth, "--device", "cpu", "--json")
+    assert scored.code == 0, scored.err
+    assert json.loads(scored.out)["AP"] == pytest.approx(after["ap"], abs=1e-3)
+
+    model = onnx.load("x.onnx")
+    domains = [entry.domain for entry in model.opset_import]
+    assert len(domains) == len(set(domains))
+    makers = {name: node for node in model.graph.node for name in node.output}
+    convolutions = [node for node in model.graph.node if node.op_type == "Conv"]
+    is_int8 = [
+        makers[n.input[1]].op_type == "DequantizeLinear" if n.input[1] in makers else False
+        for n in convolutions
+    ]
+    assert sum(is_int8) == len(convolutions) - (12 if metrics["heads"] == "fp32" else 0)
+    weight = next(w for w in model.graph.initializer if w.data_type == onnx.TensorProto.INT8)
+    scales = next(n for n in model.graph.node if weight.name in n.input).input[1]
+    scale = next(w for w in model.graph.initializer if w.name == scales)
+    assert list(scale.dims) == [weight.dims[0]]  # per channel

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import html
-import importlib.resources
 import json
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import run_cli
 from PIL import Image
+from reporting.test_damaged_runs import make_run
 
 from ssdctl.runs.metrics import MetricsFile
 
@@ -41,22 +41,6 @@ MEASURE = """
 const broken = [...page.images].filter(i => !i.naturalWidth).length;
 return [page.documentElement.scrollWidth, page.images.length, broken];
 """
-CHECK = """
-const tag = page.createElement("script"), found = [];
-tag.textContent = AXE;
-page.head.append(tag);
-for (const theme of ["light", "dark"]) {
-  page.documentElement.dataset.theme = theme;
-  const {violations} = await window_.axe.run(page);
-  const serious = violations.filter(v => ["serious", "critical"].includes(v.impact));
-  found.push(...serious.map(v => [theme, v.id, v.nodes[0].html]));
-}
-return [found, window_.axe.version];
-"""
-ENVIRONMENT = (
-    b'{"python": "3.11", "platform": "Linux", "device": "cpu", "world_size": 1, '
-    b'"packages": {"torch": "2"}, "command": ["ssdctl"], "sources": {"train.epochs": "--epochs"}}'
-)
 STEP_VALUES = ("loss_box", "loss_class", "lr", "images_per_second", "grad_norm", "data_wait")
 USE = """
 const result = {};
@@ -150,13 +134,10 @@ def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     results = folder.parent / "d.json"
     results.write_text(json.dumps(detections + [d | {"score": 0.08} for d in detections[:5]]))
-    folder.mkdir()
-    metrics = MetricsFile(folder / "metrics.jsonl", start_step=0)
+    metrics = MetricsFile(make_run(folder) / "metrics.jsonl", start_step=0)
     for step in range(1, 300):
         values = dict.fromkeys(STEP_VALUES, 0.5) | {"loss": 3 / step, "memory_bytes": 1}
         metrics.write({"kind": "train", "step": step, "epoch": step / 10, **values})
-    (folder / "config.toml").write_text("[train]\nepochs = 1\n")
-    (folder / "environment.json").write_bytes(ENVIRONMENT)
     result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
     assert result.code == 0, result.err
     return folder / "report.html"
@@ -184,19 +165,6 @@ def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
     scroll_width, images, broken = in_frame(page, tmp_path / "profile", MEASURE, width)
     assert scroll_width <= width
     assert (images, broken) == (11, 2)  # those of the dialog are empty until it opens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_serious(page: Path, tmp_path: Path, width: int) -> None:
-    """Contrast, names and the keyboard, in light and dark. The page's own policy forbids axe."""
-    axe = importlib.resources.files(pytest.importorskip("axe_core_python")) / "axe.min.js"
-    code = json.dumps(axe.read_text(encoding="utf-8")).replace("</", "<\\/")
-    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-    copy = page.with_name("open.html")
-    copy.write_text(policy.sub("", page.read_text()))
-    found, version = in_frame(copy, tmp_path / "profile", f"const AXE = {code};" + CHECK, width)
-    assert (found, version[:2]) == ([], "4.")
 
 
 @pytest.mark.slow(in_ci=True)
