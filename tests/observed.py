@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_network import settings
 
-from ssdctl.config import resolve
-from ssdctl.config.resolve import Override, of_call
 from ssdctl.input.open import fake_split
 from ssdctl.model.loss import Losses
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
@@ -17,10 +16,9 @@ from ssdctl.training.plan import Plan
 from ssdctl.training.step import StepResult
 
 
-def plan_of(images: int, out: Path = Path("run"), **settings: Any) -> Plan:
-    given = {"preset": "stable-r34", "warmup": "0st", **settings}
-    overrides = [Override(f"train.{k}", v, of_call(k)) for k, v in given.items()]
-    return Plan(resolve(overrides=overrides, environment={}, default_file=False), out, images, 1)
+def plan_of(images: int, out: Path = Path("run"), **changes: Any) -> Plan:
+    given = {"preset": "stable-r34", "warmup": "0st", **changes}
+    return Plan(settings(**given), out, images, 1)
 
 
 def start_of(plan: Plan, val_images: int = 0, past: Any = ()) -> Start:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes import NUM_BOXES
-from ssdctl.config import TrainConfig, resolve
+from ssdctl.config import Config, TrainConfig, resolve
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.device import Device
 from ssdctl.distributed import SINGLE_PROCESS, Ranks
@@ -35,9 +35,14 @@ class Tiny(nn.Module):
         return outputs[:, :4], outputs[:, 4:]
 
 
-def config(**changes: object) -> TrainConfig:
+def settings(**changes: object) -> Config:
+    """Return a config with some settings of `train`, whatever files and variables there are."""
     overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
-    return resolve(overrides=overrides, environment={"HOME": "/"}).train
+    return resolve(overrides=overrides, environment={}, default_file=False)
+
+
+def config(**changes: object) -> TrainConfig:
+    return settings(**changes).train
 
 
 def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
@@ -62,9 +67,8 @@ def build_training(
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
-    settings = config(**changes)
     model = device.place(Tiny(has_norm=has_norm)).train()
-    step = build_step(model, settings, device, precision, ranks)
+    step = build_step(model, config(**changes), device, precision, ranks)
     return model, step.optimizer, step
 
 

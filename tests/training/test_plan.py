@@ -5,7 +5,6 @@ So do the rules for few images and for fine-tuning, all lengths in steps, and th
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
@@ -175,21 +174,16 @@ def test_few_images_get_enough_steps(images: int, total: int, warmup: int) -> No
     assert tuned.peak_lr < 0.8 * plan.peak_lr
 
 
+def test_many_images_keep_the_recipe() -> None:
+    config = train_settings()
+    plan = plan_of(config, 5000)
+    assert (plan.config, plan.rule) == (config, None)
+
+
 @pytest.mark.parametrize(("world_size", "is_frozen"), [(1, False), (2, True)])
 def test_small_batches_keep_the_statistics_of_batch_norm(world_size: int, is_frozen: bool) -> None:
     train = plan_of(train_settings(init="x.pt"), 100, world_size).config.train
     assert train.freeze_norm == is_frozen
-
-
-@pytest.mark.parametrize("images", [5_000, 117_266])
-@pytest.mark.parametrize("values", [{}, {"init": "x.pt"}])
-def test_many_images_keep_the_recipe(images: int, values: dict[str, object]) -> None:
-    config = train_settings(**values)
-    plan = plan_of(config, images)
-    assert (plan.config, plan.rule) == (config, None)
-    assert plan.total_steps == 65 * images // 32
-    assert plan.warmup_steps == 5 * images // 32
-    assert plan.peak_lr == 2.5e-3
 
 
 def test_values_of_the_user_win() -> None:
@@ -257,16 +251,6 @@ def test_a_continued_run_keeps_the_schedule_that_was_fitted_to_its_first_steps(i
     assert longer(resume_changed=True).as_json() == new.as_json()
 
 
-def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:
-    plan = ["train", "--data", shapes, "--dry-run"]
-    recipe = json.loads(cli(*plan, "--json").out)["recipe"]
-    assert "small-data rule" in recipe
-    assert "adamw" in recipe
-    named = json.loads(cli(*plan, "--json", "--preset", "stable-r34").out)
-    assert named["recipe"] == "preset stable-r34"
-    assert "small-data rule" in " ".join(cli(*plan).out.split())
-
-
 @pytest.mark.parametrize(
     ("preset", "missed"), [("stable-r34", "157,576 and 197,886"), ("habana-tf-r34", "50,387")]
 )
@@ -292,13 +276,6 @@ def test_mlperf_at_eight_times_128() -> None:
     assert plan.lr(5725) == pytest.approx(0.0008)
 
 
-def test_nvidia_warms_up_in_steps() -> None:
-    plan = recipe(preset="nvidia-r50")
-    assert plan.warmup_steps == 300
-    assert plan.peak_lr == 2.6e-3
-    assert plan.lr(150) == pytest.approx(2.6e-3 / 2)
-
-
 def test_habana_tf_is_a_cosine() -> None:
     plan = recipe(preset="habana-tf-r34")
     per_epoch = COCO / 128
@@ -313,24 +290,6 @@ def test_habana_tf_is_a_cosine() -> None:
     assert plan.lr(plan.total_steps - 1) == pytest.approx(0.01 * base)
 
 
-@pytest.mark.parametrize(
-    ("world", "bs", "accumulate", "steps"), [(1, 32, 1, 3664), (8, 128, 1, 114), (2, 8, 4, 1832)]
-)
-def test_global_batch_counts_ranks_and_accumulation(
-    world: int, bs: int, accumulate: int, steps: int
-) -> None:
-    plan = recipe(world_size=world, batch_size=bs, accumulate=accumulate)
-    assert plan.global_batch_size == world * bs * accumulate
-    assert plan.steps_per_epoch == steps
-    assert plan.total_steps == int(65 * COCO / plan.global_batch_size)
-    assert plan.epoch(plan.total_steps) == pytest.approx(65, abs=0.02)
-
-
-def test_an_epoch_has_at_least_one_step() -> None:
-    plan = recipe(5, batch_size=32, warmup="0")
-    assert (plan.steps_per_epoch, plan.total_steps) == (1, 65 * 5 // 32)
-
-
 def test_warmup_longer_than_the_recipe_is_refused() -> None:
     with pytest.raises(UsageError, match=r"18322") as caught:
         plan_of(train_settings(epochs=1, warmup="18322st"))
@@ -340,7 +299,6 @@ def test_warmup_longer_than_the_recipe_is_refused() -> None:
 def test_durations() -> None:
     plan = recipe(batch_size=32)
     assert split_duration("3") == split_duration("3ep") == (3.0, "ep")
-    assert due("2", plan, 15_000) == [int(2 * COCO / 32), int(4 * COCO / 32)]
     assert due("0.5ep", plan, 2000) == [1832]
     assert due("300st", plan, 700) == [300, 600]
     assert due("0.00001ep", plan, 3) == [1, 2, 3]
@@ -364,12 +322,6 @@ def due(text: str, plan: Plan, last: int) -> list[int]:
     return [step for step in range(1, last + 1) if plan.every(text).is_due(step)]
 
 
-def test_size_of_a_checkpoint(checkpoint: Path) -> None:
-    tiny = settings(model__backbone="tiny", model__weights="none", train__preset="stable-r34")
-    guess = Plan(tiny, Path(), 1, 1).checkpoint_bytes(6)
-    assert 0.99 * guess < checkpoint.stat().st_size < 1.05 * guess
-
-
 @given(images=st.integers(1, 200), batch=st.integers(1, 300), step=st.integers(0, 50))
 def test_an_epoch_ends_with_the_step_that_its_images_fill(
     images: int, batch: int, step: int
@@ -379,12 +331,6 @@ def test_an_epoch_ends_with_the_step_that_its_images_fill(
     while max(epoch * images // batch, 1) <= step:
         epoch += 1
     assert plan.epochs_ended(step) == epoch - 1
-
-
-def test_the_last_epoch_ends_with_the_last_step() -> None:
-    plan = recipe(95, batch_size=4, epochs=3, warmup="0st")
-    assert plan.total_steps == 71  # rounded down from 71.25
-    assert (plan.epochs_ended(70), plan.epochs_ended(71)) == (2, 3)
 
 
 def test_the_next_evaluation() -> None:

@@ -66,10 +66,6 @@ def test_only_names_of_steps_are_checkpoints_of_a_run(run: Path) -> None:
     assert names == ["step-00000003.pt", "step-100000000.pt"]
 
 
-def ap_of(run: Path) -> dict[int, float]:
-    return {record["step"]: record["AP"] for record in records(run, "eval")}
-
-
 def test_no_intact_checkpoint_is_an_integrity_error(run: Path, train: Train) -> None:
     for path in (run / "checkpoints").glob("step-*"):
         path.write_bytes(path.read_bytes()[:2000])
@@ -136,13 +132,6 @@ def test_another_global_batch_is_refused_or_counted_again(run: Path, train: Trai
     assert last(run).samples_seen == 8 + 2 * 4  # eight samples were seen: two steps of four
 
 
-def test_a_start_that_trains_nothing_describes_nothing(run: Path, train: Train) -> None:
-    files = [run / "config.toml", run / "environment.json"]
-    before = [file.read_bytes() for file in files]
-    train("--steps", 3, "--lr", "5", "--resume-changed")
-    assert [file.read_bytes() for file in files] == before
-
-
 def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
     words = train("--resume-changed", "--steps", 4, "--weight-decay", "0.25")
     assert "train.weight_decay was 0.0005, is 0.25" in words
@@ -183,15 +172,6 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
     train("--steps", 4)
     assert last(run).best_ap == 0.9
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
-
-
-def test_the_best_of_another_run_is_not_this_runs(run: Path, train: Train, tmp_path: Path) -> None:
-    other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
-    torch.save({**torch.load(file, weights_only=True), "best_ap": 0.9}, file)
-    train("--resume", file, "--steps", 4, "--target-ap", 0.8, out=other)
-    assert steps(other) == [4]
-    assert load_checkpoint(other / "checkpoints/best.pt").step in ap_of(other)
-    assert (other / "evaluation.json").is_file()
 
 
 def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, train: Train) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from conftest import Cli, run_cli
-from helpers import assert_same_state, last, records
+from conftest import Cli
+from helpers import assert_same_state, last, records, start_script, train_command
+from tiny_network import batch, build_training
 
-from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.device import open_device
+from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations.ssd import color
+from ssdctl.training.throughput import StepProfiler
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -67,12 +68,6 @@ def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
     assert [r["step"] for r in records(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 8, 9]
 
 
-def test_an_epoch_ends_with_its_last_image(tmp_path: Path, train: Train) -> None:
-    """Five images and batches of two: step 3 takes the last image of the first epoch."""
-    train("--limit-train", 5, "--steps", 6)
-    assert [r["step"] for r in records(tmp_path / "run", "epoch")] == [3, 5]
-
-
 def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert "--target-ap" in train("--steps", 60, "--eval-every", "1st", "--target-ap", 1e-6)
     assert last(tmp_path / "run").step < 60
@@ -100,13 +95,13 @@ def test_average_of_the_weights(tmp_path: Path, train: Train) -> None:
     assert_same_state(actual, last(straight))
 
 
-def test_writes_tensorboard_and_mlperfs_log(tmp_path: Path, train: Train) -> None:
+def test_writes_tensorboard(tmp_path: Path, train: Train) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run, log = tmp_path / "run", tmp_path / "mlperf.log"
+    run = tmp_path / "run"
     try:
-        train("--steps", 2, "--tensorboard", "--mllog", log, "--deterministic")
+        train("--steps", 2, "--tensorboard", "--deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
     events = EventAccumulator(str(run / "tensorboard"))
@@ -114,11 +109,6 @@ def test_writes_tensorboard_and_mlperfs_log(tmp_path: Path, train: Train) -> Non
     assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
     assert events.Scalars("eval/AP")[0].value == pytest.approx(records(run, "eval")[0]["AP"])
     assert len(events.Tags()["images"]) == 4
-    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
-    keys = [line["key"] for line in lines]
-    ends = ["epoch_stop", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop"]
-    assert keys[-6:] == ends  # the epoch is not complete
-    assert lines[-1]["metadata"]["status"] == "success"
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
@@ -174,35 +164,39 @@ def test_the_dry_run_knows_the_network_of_a_detector_that_is_not_here(
 
 def test_a_training_process_imports_no_package_that_takes_seconds(tmp_path: Path) -> None:
     code = (
-        "import json, sys\n"
+        "import atexit, json, sys\n"
+        "atexit.register(lambda: print('\\n' + json.dumps(list(sys.modules))))\n"
         "from ssdctl.cli.main import main\n"
-        "try:\n"
-        "    main()\n"
-        "except SystemExit as exit:\n"
-        "    assert not exit.code, exit.code\n"
-        "print('\\n' + json.dumps(list(sys.modules)))"
+        "main(sys.argv[1:])"
     )
-    options = "--fake-data --steps 2 --warmup 1st --bs 1 --backbone tiny --backbone-weights none"
-    command = ["train", *options.split(), "--device", "cpu", "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-c", code, *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    command = train_command(Path("none"), tmp_path / "run", "--fake-data", "--steps", 2)
+    out, words = start_script(code, *command).communicate()
+    loaded = set(json.loads(out.splitlines()[-1]))
     assert "torch" in loaded
-    assert (tmp_path / "run/checkpoints/last.pt").exists()
+    assert (tmp_path / "run/checkpoints/last.pt").exists(), words
     assert not loaded & {"torchvision", "torch._dynamo", "torch._inductor", "sympy"}
 
 
-@pytest.mark.parametrize("preset", ["stable-r34", "habana-tf-r34"])
-def test_a_run_that_steps_end_is_the_beginning_of_the_long_one(
-    preset: str, shapes: Path, tmp_path: Path
-) -> None:
-    options = "--backbone tiny --backbone-weights none --bs 2 --workers 1 --fp32 --device cpu"
-    for name, steps in (("short", 3), ("long", 5)):
-        result = run_cli(
-            "train", "--data", shapes, "--out", tmp_path / name, "--preset", preset,
-            *options.split(), "--extra-norm", "none", "--steps", steps, "--save-every", "3st",
-        )  # fmt: skip
-        assert result.code == 0, result.err
-    checkpoint = "checkpoints/step-00000003.pt"
-    ends = [load_checkpoint(tmp_path / name / checkpoint) for name in ("short", "long")]
-    assert_same_state(*ends)
+def test_profile_contains_the_steps_from_first_to_last(tmp_path: Path, train: Train) -> None:
+    run = tmp_path / "run"
+    assert "profile of steps 2 to 3" in train("--steps", 4, "--profile", "2,3")
+    events = json.loads((run / "profile/trace.json").read_text())["traceEvents"]
+    names = [str(event.get("name")) for event in events]
+    assert names.count("wait: next batch") == 2
+    assert names.count("wait: device, at a log point") == 2
+    assert sum("Optimizer.step#" in name for name in names) == 2
+    table = (run / "profile/table.txt").read_text()
+    assert "aten::convolution_backward" in table
+    assert "wait: next batch" in table
+
+
+def test_profile_ends_with_the_run(tmp_path: Path) -> None:
+    device = open_device("cpu")
+    _, _, step = build_training(device)
+    profiler = StepProfiler("2,9", tmp_path, device, SINGLE_PROCESS)
+    for number in (1, 2, 3):
+        profiler.before(number)
+        step([batch()], 1e-3)
+        profiler.after(number, is_last=number == 3)
+        assert (tmp_path / "trace.json").exists() == (number == 3)
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -6,9 +6,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
-import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +14,7 @@ import pytest
 from conftest import Cli
 from helpers import (
     ForkedProcess,
-    assert_same_state,
     has_steps,
-    is_mountable,
     last,
     records,
     start,
@@ -33,12 +28,9 @@ from ssdctl.distributed import free_port
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import analysis
 from ssdctl.runs import metrics
-from ssdctl.training.step import TrainStep
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-DAY_S = 24 * 60 * 60
 
 
 def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
@@ -55,25 +47,6 @@ def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process
     assert "SIGKILL" in train("--steps", 3)
     assert len(killed) == 1
     assert records(tmp_path / "run", "eval") == records(tiny_run, "eval")
-
-
-def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
-    tiny_run: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, clock, clock_ns = TrainStep.__call__, time.time, time.time_ns
-
-    def jumping(*given: Any) -> Any:
-        monkeypatch.setattr(time, "time", lambda: clock() - DAY_S)
-        monkeypatch.setattr(time, "time_ns", lambda: clock_ns() - DAY_S * 10**9)
-        return step(*given)
-
-    monkeypatch.setattr(TrainStep, "__call__", jumping)
-    run = tmp_path / "run"
-    train("--steps", 3, "--save-every", "0.00001min", "--keep", 9)
-    assert_same_state(last(run), last(tiny_run))
-    assert all(r["images_per_second"] > 0 for r in records(run, "train"))
-    assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
-    assert len(CheckpointFolder(run, keep=9).steps()) > 1  # saved by the time since the last save
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "raw"])
@@ -131,26 +104,6 @@ def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
     assert last(run).step == 3
 
 
-def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
-    """The write fails during training; the next step raises it, and the older checkpoint is intact."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if not is_mountable(place):
-        pytest.skip("mounting needs rights that this user lacks")
-    options = ["--steps", 6, "--save-every", "2st", "--keep", 5]
-    words = " ".join(map(str, train_command(shapes, place / "run", *options)))
-    script = f"mount -t tmpfs -o size=3m none {place} && {sys.executable} -m ssdctl {words}; "
-    script += f"code=$?; ls -A {place}/run/checkpoints; exit $code"
-    command = ["unshare", "-m", "sh", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 6, done.stderr
-    assert "no space left" in done.stderr
-    assert "Traceback" not in done.stderr
-    files = done.stdout.split()
-    assert {"step-00000002.pt", "last.pt"} <= set(files)
-    assert not [name for name in files if name.endswith(".tmp")]
-
-
 def test_a_failed_save_ends_the_run_at_the_next_step(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,23 +140,3 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
     assert "rank 0 lost rank 1" in words
     assert "GLHF" not in words
     assert "Traceback" not in words
-
-
-@pytest.mark.slow(in_ci=True)
-def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_path: Path) -> None:
-    """As by SIGSTOP, or with its virtual machine; the others wait for it."""
-    for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
-        ranks = two_ranks(*train_command(shapes, run, "--bs", 1, "--steps", 12))
-        try:
-            for rank in suspended:
-                wait_for(partial(has_steps, run, 3 * rank + 2), ranks[0])
-                ranks[rank].send_signal(signal.SIGSTOP)
-                time.sleep(3)
-                ranks[rank].send_signal(signal.SIGCONT)
-            words = [process.communicate(timeout=120)[1] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.communicate()
-        assert [process.returncode for process in ranks] == [0, 0], words
-    assert_same_state(last(tmp_path / "run"), last(tmp_path / "whole"))

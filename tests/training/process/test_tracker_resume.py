@@ -5,16 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN
-from helpers import start, wait_for
+from helpers import start, train_command, wait_for
 
 from ssdctl.training.observers.services import _key
 from ssdctl.training.observers.trackers import metrics_of
@@ -35,8 +29,8 @@ def recorded(run: Path) -> Measurements:
 
 def killed_and_resumed(shapes: Path, run: Path, *options: object, **variables: str) -> str:
     """Kill a run of 8 steps after its fifth, end it, and return what its second start printed."""
-    command = ["train", "--data", shapes, *TINY_RUN.split(), "--steps", 8, "--out", run]
-    command += ["--save-every", "2st", "--eval-every", "3st", *options]
+    every = ("--steps", 8, "--save-every", "2st", "--eval-every", "3st")
+    command = train_command(shapes, run, *every, *options)
     process = start(*command, **variables)
     metrics = run / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and '"train", "step": 5' in metrics.read_text(), process)
@@ -91,30 +85,3 @@ def test_wandb_offline(shapes: Path, tmp_path: Path) -> None:
     assert sum(value not in content for value in values) <= 2  # at the edges of its blocks
     assert all(word in content for word in (b"train.steps", b"checkpoint-", b"best"))
     assert list((run / "wandb").rglob("media/images/**/*.png"))
-
-
-def test_a_wandb_server_that_does_not_answer_does_not_delay_the_exit(tmp_path: Path) -> None:
-    """W&B's exit hook would wait for its own process, which waits for the server."""
-    pytest.importorskip("wandb")
-    script = """
-        import sys
-        from pathlib import Path
-        from ssdctl.training.observers.trackers import BackgroundTracker
-        from ssdctl.training.observers.trackers import TrackedRun
-        from ssdctl.training.observers.services import WeightsAndBiases
-        run = TrackedRun("0" * 32, "run", Path(sys.argv[1]), 0, {}, {}, [])
-        tracker = BackgroundTracker("wandb", WeightsAndBiases, run)
-        import time; time.sleep(20)  # until it is connected to its own process
-        tracker.close(is_success=True, timeout_s=1)
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        variables = {**os.environ, "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": url}
-        begin = time.monotonic()
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-            env=variables,
-            timeout=120,
-            check=True,
-        )
-    assert time.monotonic() - begin < 50  # W&B's own limit is 90 s after its start

@@ -1,4 +1,4 @@
-"""Trackers: what reaches them, and that none of them can harm a run."""
+"""Trackers: what reaches them, and that none of them can harm a run. The line of a running training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from observed import epoch_of, scored, step_of
+from observed import epoch_of, plan_of, scored, step_of
+from tqdm import tqdm
 
-from ssdctl.config import Config, PrepareConfig
+from ssdctl.config import PrepareConfig
 from ssdctl.config.fields import Tiling
-from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import open_splits
 from ssdctl.data.tiles import tiled
-from ssdctl.errors import UsageError
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
+from ssdctl.training.observers.display import FIRST_STEPS, Pace
 from ssdctl.training.observers.services import _key
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
@@ -36,15 +36,13 @@ from ssdctl.training.observers.trackers import (
     TrackedRun,
     Tracker,
     Trackers,
-    find_trackers,
     metrics_of,
     tracker_id,
 )
+from ssdctl.training.plan import Plan
 
 
 class Recording(Tracker):
-    """Keeps what it receives."""
-
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run)
         self.received: list[Any] = []
@@ -151,17 +149,6 @@ def test_a_tracker_that_hangs_is_left_behind(
     event.set()
 
 
-def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
-    event = threading.Event()
-    run = tracked(tmp_path, config={"event": event})
-    trackers = opened(dict.fromkeys("abc", Hanging), run, uploads=True, longest_wait_s=0.2)
-    trackers.on_step(step_of(1))
-    begin = time.monotonic()
-    end(trackers)
-    assert time.monotonic() - begin < 2
-    event.set()
-
-
 class Failing(Recording):
     def metrics(self, metrics: Metrics) -> None:
         if metrics.step < 3:
@@ -183,22 +170,6 @@ def test_a_tracker_that_fails_warns_once_and_is_called_again(
     assert record.levelno == logging.WARNING
     assert "failing" in record.message
     assert "S3CRET" not in record.message
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), ImportError("no module")])
-def test_a_tracker_that_does_not_open(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
-) -> None:
-    def create(run: TrackedRun) -> Tracker:
-        raise error
-
-    trackers = opened({"broken": create}, tracked(tmp_path))
-    for step in range(1, 5000):  # more than the queue holds
-        trackers.on_step(step_of(step))
-    begin = time.monotonic()
-    end(trackers)
-    assert time.monotonic() - begin < 1
-    assert [type(error).__name__ in r.message for r in caplog.records] == [True]
 
 
 def test_a_process_with_a_hanging_tracker_exits() -> None:
@@ -223,31 +194,68 @@ def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
     assert tracker_id(run) not in ids | {"../../x"}
 
 
-def named(*names: str, **settings: Any) -> Config:
-    settings["tracker"] = ",".join(names)
-    overrides = [Override(f"train.{k}", v, of_call(k)) for k, v in settings.items()]
-    return resolve(overrides=overrides)
-
-
-def test_a_tracker_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError, match="none-such") as error:
-        find_trackers(named("none-such").train)
-    assert all(word in str(error.value.hint) for word in ("tensorboard", "mlflow"))
-
-
-def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for config, package in (
-        (named("mlflow"), "mlflow-skinny"),
-        (named(tensorboard=True), "tensorboard"),
-    ):
-        with pytest.raises(UsageError, match=package):
-            find_trackers(config.train)
-
-
 def test_names_for_mlflow() -> None:
     names = ["AP50", "ring", "a/b", "a<b", "中文", "..", "", "x" * 500]
     keys = [_key("class_AP", name) for name in names]
     assert keys[:2] == ["class_AP/AP50", "class_AP/ring"]
     assert len(set(keys)) == len(names)
     assert all(len(k) < 250 and k.count("/") == 1 and posixpath.normpath(k) == k for k in keys)
+
+
+PLAN = plan_of(80, batch_size=8, epochs=10)  # 100 steps
+
+
+class Run:
+    def __init__(self, plan: Plan = PLAN, val_images: int = 0) -> None:
+        self.now = 100.0
+        self.plan = plan
+        self.pace = Pace(plan, 0, val_images, lambda: self.now)
+
+    def take(self, steps: range, each_s: float) -> None:
+        for step in steps:
+            self.now += each_s
+            self.pace.step_done(step)
+
+    def evaluate(self, duration_s: float) -> None:
+        self.pace.evaluation_begins()
+        assert "evaluating" in self.line()
+        self.now += duration_s
+        self.pace.evaluation_ends()
+
+    def line(self, columns: int = 80) -> str:
+        bar_format = self.pace.bar_format(columns)
+        return tqdm.format_meter(
+            self.pace.step, self.plan.total_steps, 1.0, ncols=columns, bar_format=bar_format
+        )
+
+
+def test_the_time_left_is_known_after_three_steps_and_runs_with_the_clock() -> None:
+    run = Run()
+    assert "0/100" in run.line()
+    run.take(range(1, FIRST_STEPS), 2.0)
+    assert run.pace.time_left() == ""
+    run.take(range(FIRST_STEPS, FIRST_STEPS + 1), 2.0)
+    assert run.pace.time_left() == "3:14"  # 97 steps of 2 s
+    run.now += 4
+    assert run.pace.time_left() == "3:10"
+    assert "3:10" in run.line()
+
+
+@pytest.mark.parametrize(
+    ("each_s", "left"), [(1.0, "1:30"), (144.0, "3:36:00"), (2400.0, "2 d 12 h")]
+)
+def test_the_first_step_does_not_count(each_s: float, left: str) -> None:
+    run = Run()
+    run.take(range(1, 2), 60.0)
+    run.take(range(2, 11), each_s)
+    assert run.pace.time_left() == left
+
+
+def test_evaluations_count_with_their_measured_time() -> None:
+    run = Run(plan_of(80, batch_size=8, epochs=10, eval_every="50st"), val_images=40)
+    run.take(range(1, 51), 1.0)
+    assert run.pace.time_left() == "0:52"  # one evaluation more, as 40 x 0.4 / 8 steps
+    run.evaluate(30)
+    assert run.pace.time_left() == "1:20"  # 50 steps and another evaluation
+    run.take(range(51, 61), 1.0)
+    assert run.pace.time_left() == "1:10"
