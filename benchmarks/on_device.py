@@ -129,7 +129,7 @@ def versions(bench: Bench) -> str:
 
 def device_tests(bench: Bench) -> str:
     bench.needs_accelerator()
-    if bench.wanted != "cuda":  # tests/device/test_hpu.py uses a stub
+    if bench.wanted != "cuda":  # tests/device/test_standins.py uses a stub
         return bench.run(sys.executable, "-m", "ssdctl", "doctor", "--self-test", "-v")
     command = [
         sys.executable,

@@ -94,5 +94,4 @@ def test_an_optimizers_state_continues_on_another_device(
 
 
 def to_host(value: object) -> object:
-    """As in a checkpoint."""
     return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -17,10 +17,8 @@ from ssdctl.device import open_device
 from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed import Ranks
-from ssdctl.errors import UsageError
 from ssdctl.input.open import copy_ahead
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d
-from ssdctl.runtime import system
 from ssdctl.training.optimizer import INITIAL_SCALE, LossScale
 from ssdctl.training.setup import with_sync_bn
 from ssdctl.training.step import NonFiniteGuard
@@ -40,8 +38,6 @@ WAITS = {
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -123,19 +119,6 @@ def test_without_a_compiler_steps_run_eagerly_with_a_notice(
     assert device.execution == "eager"
     assert "C++ compiler" in device.notices[0]
     losses(build_training(device)[2], steps=1)
-
-
-@pytest.mark.parametrize(("has_native_bf16", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_bf16_is_chosen_where_it_is_native(
-    monkeypatch: pytest.MonkeyPatch, has_native_bf16: bool, precision: str
-) -> None:
-    monkeypatch.setattr(system, "processor", lambda: ("", has_native_bf16))
-    assert (Cpu().auto_precision, Cpu().label) == (precision, "CPU")
-
-
-def test_an_execution_that_a_device_lacks_is_refused() -> None:
-    with pytest.raises(UsageError, match="lazy"):
-        open_device("cpu", execution="lazy")
 
 
 def test_fp16_finds_its_scale_without_an_alarm() -> None:

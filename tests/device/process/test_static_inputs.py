@@ -4,9 +4,6 @@ rank and with several. Traced on the CPU by a backend that runs the graphs as th
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,30 +83,3 @@ def test_every_input_that_a_step_changes_is_static(count: int, graphs: str) -> N
             ((_, changed, not_static),) = recorded
             assert changed >= 2
             assert not_static == 0
-
-
-# In a fresh process: the import of the compiler sets the variable, too.
-KEPT = """
-import os, torch
-from ssdctl.device import opened_device
-from ssdctl.distributed import SINGLE_PROCESS
-before = {**os.environ}
-for overlap in (True, False):
-    with opened_device("cpu", SINGLE_PROCESS, "compile") as device:
-        device.compile(torch.nn.Identity(), overlap=overlap)
-        assert torch._dynamo.config.optimize_ddp == overlap
-        print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert torch._dynamo.config.optimize_ddp
-    assert os.environ == before
-"""
-
-
-def test_compiled_code_is_kept_on_this_machine(tmp_path: Path) -> None:
-    if reasons := inductor.resolve_execution("compile")[1]:
-        pytest.skip(reasons[0])
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    process = subprocess.run(
-        [sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, check=True
-    )
-    assert process.stdout.split() == [f"{tmp_path}/ssdctl-{os.getuid()}/inductor"] * 2
