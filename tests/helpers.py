@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -252,15 +251,6 @@ def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> 
         phases=[Phase.generate, *phases],
         report_multiple_bugs=False,
         **options,
-    )
-
-
-def is_mountable(tmp_path: Path) -> bool:
-    """Return whether this user may mount a disk in memory, in a namespace of its own."""
-    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path)]
-    return (
-        shutil.which("unshare") is not None
-        and not subprocess.run(command, capture_output=True).returncode
     )
 
 

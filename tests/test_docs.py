@@ -257,15 +257,3 @@ def answer_to(command: AliasCommand, flag: str, value: str) -> str:
             if "does not take a value" not in reason:
                 break
     return reason
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_images_are_small_and_described() -> None:
-    images = re.findall(r'(?:src|srcset)="([^"]+)"', README)
-    assert len(images) >= 2
-    for name in images:
-        assert (ROOT / name).stat().st_size <= 300_000, name
-    for tag in re.findall(r"<img [^>]*>", README):
-        assert re.search(r'alt="[^"]{20,}"', tag)

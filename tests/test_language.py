@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.errors import missing_package
 from ssdctl.runtime import plugins
 from ssdctl.training.observers.trackers import BUILT_IN
 
@@ -116,12 +115,6 @@ def test_packages_that_messages_name_are_declared() -> None:
     named |= {*BUILT_IN.values()}
     assert {"onnx", "safetensors", "av"} <= named
     assert named <= declared
-
-
-def test_a_missing_package_is_named_with_its_command() -> None:
-    error = missing_package("onnx", "onnx", "onnxruntime")
-    assert "onnx" in str(error)
-    assert error.hint == "pip install onnx onnxruntime"
 
 
 def test_functions_are_short() -> None:

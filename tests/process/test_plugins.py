@@ -22,20 +22,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN, Cli, Result, run_cli
-from helpers import assert_same_state, last
+from helpers import assert_same_state, last, train_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pages import ROOT, blocks, words_of
 from PIL import Image
 
-from ssdctl.config import DataConfig
-from ssdctl.data.open_dataset import open_dataset
-from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import probes
 from ssdctl.files import parse_toml
 from ssdctl.input import augmentations
-from ssdctl.input.batch import LoaderConfig
-from ssdctl.input.loader import TrainLoader
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime import plugins
 
@@ -171,17 +166,8 @@ def test_a_resume_with_a_pixel_augmentation_is_exact(site: Path, shapes: Path, c
     """Bit by bit, with another number of threads; the noise is there, and is another one each epoch."""
 
     def train(out: str, steps: int, workers: int, augment: str = "ssd,noise") -> None:
-        options = (
-            "--steps",
-            steps,
-            "--workers",
-            workers,
-            "--augment",
-            augment,
-            "--save-every",
-            "3st",
-        )
-        result = cli("train", "--data", shapes, "--out", out, *TINY_RUN.split(), *options)
+        options = ("--steps", steps, "--workers", workers, "--augment", augment)
+        result = cli(*train_command(shapes, Path(out), *options, "--save-every", "3st"))
         assert result.code == 0, result.err
 
     train("whole", 6, 1)
@@ -191,19 +177,6 @@ def test_a_resume_with_a_pixel_augmentation_is_exact(site: Path, shapes: Path, c
     train("plain", 6, 1, "ssd")
     first, second = (last(Path(run)).model["backbone.conv1.weight"] for run in ("whole", "plain"))
     assert not torch.equal(first, second)
-
-
-def test_pixels_depend_on_the_seed_the_epoch_and_the_image(site: Path, shapes: Path) -> None:
-    split = open_dataset(*dataset_folders(DataConfig(root=str(shapes))))["train"]
-
-    def images(batch_size: int, threads: int, **changes: int) -> torch.Tensor:
-        config = LoaderConfig(0, batch_size, threads, 20, "ssd,noise")._replace(**changes)
-        batches = TrainLoader(split, config).batches(0, 24 // batch_size)
-        return torch.cat([batch.images.clone() for batch in batches])
-
-    whole = images(24, 3)
-    assert torch.equal(images(4, 1), whole)
-    assert not torch.equal(images(24, 3, seed=1), whole)
 
 
 class Part(NamedTuple):

@@ -87,17 +87,3 @@ def test_no_network(clone: Path, tools: Path) -> None:
     assert (code, len(lines)) == (2, 2)
     assert lines[0].startswith("Installing")
     assert "PIP_INDEX_URL" in lines[1]
-
-
-def test_a_second_start_installs_nothing(clone: Path, tools: Path) -> None:
-    add_python(tools)
-    subprocess.run([tools / "python3", "-m", "venv", "--without-pip", clone / ".venv"], check=True)
-    sum_of = ["bash", "-c", "cat pyproject.toml constraints.txt | cksum"]
-    wanted = subprocess.run(sum_of, cwd=clone, capture_output=True, text=True).stdout
-    (clone / ".venv" / "ssdctl-installed").write_text(f"{wanted}group \n")
-    program = clone / ".venv" / "bin" / "ssdctl"
-    program.write_text('#!/bin/sh\necho "$PWD: $*" >&2\n')
-    program.chmod(0o755)
-    code, lines = run(clone, tools)
-    assert code == 0
-    assert lines == [f"{clone.parent / 'home'}: demo"]
