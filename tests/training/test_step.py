@@ -18,7 +18,7 @@ from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.folder import RunDir
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.observers.folder import FolderWriter
-from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.optimizer import build_optimizer, clip_factor
 from ssdctl.training.state import EMA
 from ssdctl.training.step import (
     MAX_CONSECUTIVE,
@@ -133,6 +133,12 @@ def test_guard_bounds_rollbacks() -> None:
         assert guard.should_roll_back([BadStep(1, [1])], "folder")
     with pytest.raises(NonFiniteError):
         guard.should_roll_back([BadStep(1, [1])], "folder")
+
+
+def test_the_factor_of_clipping() -> None:
+    factors = clip_factor(torch.tensor([0.0, 2.0, 8.0, torch.nan]), 4.0).tolist()
+    assert factors == pytest.approx([1, 1, 0.5, 1], rel=1e-6)
+    assert clip_factor(torch.zeros(()), 1e-9) < 0.01  # the norm is never divided by alone
 
 
 def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
