@@ -1,8 +1,6 @@
 """Shared fixtures: a small shapes dataset, a tiny trained run, the command line in-process, a web
 server. Markers: see CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import io

@@ -1,7 +1,5 @@
 """What tests of several packages share: processes, ranks, the files of runs, installed packages."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

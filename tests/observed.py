@@ -1,7 +1,5 @@
 """Records of a run for tests of observers, without a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the documentation's pages: their blocks, commands, inline code, headings and tables."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

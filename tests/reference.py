@@ -5,8 +5,6 @@ Boxes are (left, top, right, bottom) tuples in fractions of the image, or (cx, c
 the name shows it. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
 """
 
-from __future__ import annotations
-
 import colorsys
 import math
 import random

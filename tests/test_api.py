@@ -1,7 +1,5 @@
 """The Python API: the same work, settings and errors as the commands."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

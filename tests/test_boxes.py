@@ -1,7 +1,5 @@
 """Default boxes, overlap, coding and matching against the plain loops of tests/reference.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import reference

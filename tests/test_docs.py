@@ -1,8 +1,6 @@
 """The pages are correct: commands are parsed by the real command line; links, files, options and the
 tables of `docs/migrating.md` are compared with the tree. process/test_docs.py runs marked blocks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

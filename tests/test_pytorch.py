@@ -1,7 +1,5 @@
 """The network, loss and dataset in loops of other libraries."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A very small network with SSD300's output shapes, and training steps on it, for tests of devices,
 optimizers and steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A program that uses every public name: mypy checks it, tests/test_api.py runs it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hostile checkpoints are refused before anything of the size that they claim is allocated."""
 
-from __future__ import annotations
-
 import copy
 import re
 import time

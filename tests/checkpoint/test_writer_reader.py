@@ -1,7 +1,5 @@
 """Checkpoints are untrusted files: the newest intact one is read, and no code in them is run."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading

@@ -1,7 +1,5 @@
 """Devices to test: fakes of Gaudi's bridge and of TorchTPU, torch_xla's CPU client, and a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """What every accelerator does as the CPU does it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

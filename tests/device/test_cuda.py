@@ -1,7 +1,5 @@
 """The step on an NVIDIA GPU. Skipped without one; not run on hardware yet (docs/devices.md)."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

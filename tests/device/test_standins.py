@@ -1,8 +1,6 @@
 """Gaudi, and TPU v4 and newer, with recording fakes of their packages (tests/standin, tests/standin_tpu):
 no card and no chip was available."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

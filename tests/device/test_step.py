@@ -1,7 +1,5 @@
 """How a step runs on a device: without waiting for it, compiled as one, in fp16 with a scale."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

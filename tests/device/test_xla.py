@@ -1,7 +1,5 @@
 """The lazy path, really run: torch_xla on the CPU. Skipped where torch_xla is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Who a process is among all (torchrun's, Open MPI's and Slurm's variables), and its addresses."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

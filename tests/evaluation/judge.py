@@ -1,7 +1,5 @@
 """Detections for tests, and pycocotools' metrics of them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

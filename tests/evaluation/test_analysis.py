@@ -1,7 +1,5 @@
 """The error analysis detects deliberate errors by type; labels that look wrong are listed first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

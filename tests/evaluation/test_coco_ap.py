@@ -1,7 +1,5 @@
 """The metrics are pycocotools' own, to 1e-12, ties, crowds and empty images included."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Intervals of AP: what a draw counts, and how often an interval contains the expected AP."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

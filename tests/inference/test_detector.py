@@ -1,7 +1,5 @@
 """Tiles of a large image and the merging of their detections; a device whose memory is full."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

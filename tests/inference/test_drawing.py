@@ -1,7 +1,5 @@
 """Boxes and labels on images: their colors, places and sizes."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

@@ -2,8 +2,6 @@
 programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
 real network: tests/exporting/process/test_runtimes.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Detections as labeling tools import them."""
 
-from __future__ import annotations
-
 import io
 import json
 import xml.etree.ElementTree as ET

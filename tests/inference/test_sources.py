@@ -1,7 +1,5 @@
 """The images that arguments name: files, folders, patterns, URLs and lists."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random numbers never change; crops equal MLPerf's plain loop; zoom, flip, resizing, names."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

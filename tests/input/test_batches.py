@@ -1,7 +1,5 @@
 """Batches are a function of (seed, step), in every pipeline; bad images are replaced alike."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

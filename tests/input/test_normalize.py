@@ -1,7 +1,5 @@
 """Color jitter as one affine map, against its parts and against the sequential definition."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

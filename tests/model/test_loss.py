@@ -1,7 +1,5 @@
 """The multibox loss against plain loops, and finite where the replaced systems gave NaN."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From predictions to detections: against the plain loop, and in the static shapes of accelerators."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import reference

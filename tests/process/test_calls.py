@@ -9,8 +9,6 @@ After each call the process's own state is as before, and the result is that of 
 fresh process. A failure prints the shortest program.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The marked blocks of the pages run, and their launches can be planned."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -4,8 +4,6 @@ command goes on once there is space.
 The k-th file that is opened for writing is /dev/full, where the kernel refuses each byte.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -4,8 +4,6 @@ The oracle of the machine: no exit code is 1, the error names the plugin and its
 other plugins work. It prints the fault, and the command that shows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

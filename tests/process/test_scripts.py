@@ -1,7 +1,5 @@
 """The set-up scripts: what a newcomer sees if something is missing on the machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Edited, cut or hostile run folders: a broken file is refused by name, strange text is drawn."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

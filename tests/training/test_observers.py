@@ -1,7 +1,5 @@
 """Trackers: what reaches them, and that none of them can harm a run. The line of a running training."""
 
-from __future__ import annotations
-
 import logging
 import posixpath
 import subprocess

@@ -3,8 +3,6 @@
 So do the rules for few images and for fine-tuning, all lengths in steps, and the learning rate.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args

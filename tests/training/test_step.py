@@ -1,7 +1,5 @@
 """A step, where a bad one moves nothing, and parts of the loop: average, end, throughput, memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ssdctl benchmark train`: consistent metrics, on one rank and on several."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

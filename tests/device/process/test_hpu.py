@@ -4,8 +4,6 @@ The bridge runs any other operator on the host, which cuts the graph in every st
 autograd on fake tensors of the CPU; what the vendor's compiler makes of them is not known here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

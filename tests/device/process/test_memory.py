@@ -1,7 +1,5 @@
 """What fits into a device's memory: before a run, after a failure, by count."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scripts of benchmarks/ without a GPU: Triton kernels for an H100; on_gpu.sh and on_hpu.sh."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

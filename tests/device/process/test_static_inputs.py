@@ -1,8 +1,6 @@
 """CUDA graphs need static inputs: each tensor that a compiled step changes must be one, with one
 rank and with several. Traced on the CPU by a backend that runs the graphs as they are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

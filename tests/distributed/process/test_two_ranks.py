@@ -1,7 +1,5 @@
 """All ranks act alike if only one of them has a reason to act."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

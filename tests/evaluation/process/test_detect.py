@@ -2,8 +2,6 @@
 are named. Classes are matched by name: a new export may renumber and reorder them. The validation loss
 does not depend on the batches either."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

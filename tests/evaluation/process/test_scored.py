@@ -8,8 +8,6 @@ Detections are drawn from the run and the image instead of computed. What a comm
 by hand: each image by the run that did not train on it, and pycocotools' metrics of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

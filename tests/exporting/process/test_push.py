@@ -1,7 +1,5 @@
 """`ssdctl push`: the files, the upload to a loopback Hub, and detection without ssdctl."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -8,8 +8,6 @@ On ten images the file gives PyTorch's outputs and detections within the documen
 metadata has classes and thresholds. A failure prints the program that makes the smallest file.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 """Files for other runtimes give PyTorch's boxes and AP there, for any batch; a wrong one is not
 written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Python API and `ssdctl predict`: the boxes that the evaluation gives, on anybody's images."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

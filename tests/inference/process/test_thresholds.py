@@ -1,7 +1,5 @@
 """The score of each class's best F1: found by an evaluation, kept by files, used by predictions."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Videos: every frame or every Nth one, annotated, with memory that does not grow."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Iterator

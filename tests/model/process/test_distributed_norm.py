@@ -1,7 +1,5 @@
 """Batch norm over two ranks against one rank with the joined batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Each form of `model/fused.py` against the plain one, on the CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

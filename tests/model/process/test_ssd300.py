@@ -1,7 +1,5 @@
 """The network: shapes, size, cost, third-party names, equality with plain functions and torchvision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

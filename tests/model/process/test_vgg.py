@@ -1,7 +1,5 @@
 """SSD300-VGG16 against torchvision's own class, with random weights in its layout."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

@@ -1,9 +1,8 @@
 """The report in a real browser: no script error, no network request, nothing cut off at
 1280 and 390 pixels."""
 
-from __future__ import annotations
-
 import html
+import importlib.resources
 import json
 import re
 import shutil
@@ -138,8 +137,9 @@ def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in range(1, 300):
         values = dict.fromkeys(STEP_VALUES, 0.5) | {"loss": 3 / step, "memory_bytes": 1}
         metrics.write({"kind": "train", "step": step, "epoch": step / 10, **values})
-    result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
-    assert result.code == 0, result.err
+    run_cli("evaluate", results, "--data", shapes, "--report", folder.parent / "page")
+    shutil.copy(folder.parent / "page/evaluation.json", folder)
+    assert run_cli("report", folder).code == 0
     return folder / "report.html"
 
 
@@ -197,3 +197,30 @@ def test_what_the_page_offers(page: Path, tmp_path: Path, shapes: Path) -> None:
     light, dark, theme = result["colors"]
     assert light != dark
     assert theme == "dark"
+
+
+CHECK = """
+const tag = page.createElement("script"), found = [];
+tag.textContent = AXE;
+page.head.append(tag);
+for (const theme of ["light", "dark"]) {
+  page.documentElement.dataset.theme = theme;
+  const {violations} = await window_.axe.run(page);
+  const serious = violations.filter(v => ["serious", "critical"].includes(v.impact));
+  found.push(...serious.map(v => [theme, v.id, v.nodes[0].html]));
+}
+return [found, window_.axe.version];
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_serious(page: Path, tmp_path: Path, width: int) -> None:
+    """Contrast, names and the keyboard, in light and dark. The page's own policy forbids axe."""
+    axe = importlib.resources.files(pytest.importorskip("axe_core_python")) / "axe.min.js"
+    code = json.dumps(axe.read_text(encoding="utf-8")).replace("</", "<\\/")
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    copy = page.with_name("open.html")
+    copy.write_text(policy.sub("", page.read_text()))
+    found, version = in_frame(copy, tmp_path / "profile", f"const AXE = {code};" + CHECK, width)
+    assert (found, version[:2]) == ([], "4.")

@@ -1,7 +1,5 @@
 """The report page is self-contained and shows the run folder."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

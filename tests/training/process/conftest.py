@@ -1,7 +1,5 @@
 """What the tests of runs share: a copy of the tiny run, and training in this process."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Protocol

@@ -5,8 +5,6 @@ With `--augment none` and one batch with the complete dataset, order cannot matt
 side is tests/reference.py: plain loops and functions of a state dict in the third-party layout.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

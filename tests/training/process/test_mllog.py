@@ -1,7 +1,5 @@
 """`--mllog` passes MLPerf's own compliance checker for SSD (training 1.0), if it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

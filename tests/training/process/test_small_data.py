@@ -1,7 +1,5 @@
 """The rules for few images and for fine-tuning, freezing, the validation loss, and folds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import pytest
 from conftest import Cli
 from helpers import (
     ForkedProcess,
+    assert_same_state,
     has_steps,
     last,
     records,
@@ -28,6 +31,7 @@ from ssdctl.distributed import free_port
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import analysis
 from ssdctl.runs import metrics
+from ssdctl.training.step import TrainStep
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -140,3 +144,42 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
     assert "rank 0 lost rank 1" in words
     assert "GLHF" not in words
     assert "Traceback" not in words
+
+
+def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
+    tiny_run: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, clock, clock_ns, day_s = TrainStep.__call__, time.time, time.time_ns, 24 * 60 * 60
+
+    def jumping(*given: Any) -> Any:
+        monkeypatch.setattr(time, "time", lambda: clock() - day_s)
+        monkeypatch.setattr(time, "time_ns", lambda: clock_ns() - day_s * 10**9)
+        return step(*given)
+
+    monkeypatch.setattr(TrainStep, "__call__", jumping)
+    run = tmp_path / "run"
+    train("--steps", 3, "--save-every", "0.00001min", "--keep", 9)
+    assert_same_state(last(run), last(tiny_run))
+    assert all(r["images_per_second"] > 0 for r in records(run, "train"))
+    assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
+    assert len(CheckpointFolder(run, keep=9).steps()) > 1  # saved by the time since the last save
+
+
+@pytest.mark.slow(in_ci=True)
+def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_path: Path) -> None:
+    """As by SIGSTOP, or with its virtual machine; the others wait for it."""
+    for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
+        ranks = two_ranks(*train_command(shapes, run, "--bs", 1, "--steps", 12))
+        try:
+            for rank in suspended:
+                wait_for(partial(has_steps, run, 3 * rank + 2), ranks[0])
+                ranks[rank].send_signal(signal.SIGSTOP)
+                time.sleep(3)
+                ranks[rank].send_signal(signal.SIGCONT)
+            words = [process.communicate(timeout=120)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in ranks] == [0, 0], words
+    assert_same_state(last(tmp_path / "run"), last(tmp_path / "whole"))
