@@ -18,10 +18,7 @@ from conftest import Cli
 import ssdctl
 from ssdctl.config.call import hints_in_messages, keywords_of
 from ssdctl.config.settings import all_settings
-from ssdctl.errors import (
-    DataError,
-    UsageError,
-)
+from ssdctl.errors import DataError, UsageError
 
 
 def test_public_names_are_plain_functions_with_help() -> None:
@@ -119,7 +116,7 @@ def test_errors_name_keywords_in_python_and_options_on_the_command_line(
 
 # Options of other programs, of commands that Python does not have, and `--set KEY=VALUE`.
 COMMANDS_ONLY = {
-    *("dest", "preview", "allow-dropped", "save-media", "recursive", "list", "deps", "set"),
+    *("dest", "preview", "allow-dropped", "save-media", "recursive", "list", "deps", "set")
 }
 
 

@@ -40,9 +40,7 @@ from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.observers.mllog import MLLog
 
 
-def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
     code = (
@@ -152,8 +150,7 @@ def test_every_refusal_of_the_system_is_a_disk_error(
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"),
-    [("ESTALE", 4), ("EIO", 4), ("ENOTCONN", 1), ("ENOSPC", 1)],
+    ("name", "calls"), [("ESTALE", 4), ("EIO", 4), ("ENOTCONN", 1), ("ENOSPC", 1)]
 )
 def test_a_transient_refusal_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, calls: int

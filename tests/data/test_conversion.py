@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data.annotations import (
-    Annotations,
-    Conversion,
-    LabeledBox,
-    LabeledImage,
-    from_images,
-)
+from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, LabeledImage, from_images
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import divided, series_warning
 from ssdctl.data.open_dataset import open_dataset

@@ -284,10 +284,7 @@ def test_what_was_not_exactly_as_the_labels_say_is_noted(
 
 @pytest.mark.parametrize(
     ("line", "name"),
-    [
-        (f"traffic light {KITTI}", "traffic light"),
-        (f"type 2 {KITTI} 0.93", "type 2"),
-    ],
+    [(f"traffic light {KITTI}", "traffic light"), (f"type 2 {KITTI} 0.93", "type 2")],
 )
 def test_the_class_of_kitti_may_have_spaces(tmp_path: Path, line: str, name: str) -> None:
     data = dataset(tmp_path, "image_2/0.png", {"label_2/0.txt": line})

@@ -12,11 +12,7 @@ from data.samples import by_pillow, encoded, png
 from PIL import Image, ImageOps
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data.image_check import (
-    DAMAGED,
-    CheckedImage,
-    check_image,
-)
+from ssdctl.data.image_check import DAMAGED, CheckedImage, check_image
 from ssdctl.data.image_decode import decode, read_rgb
 from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes, header_size
 from ssdctl.errors import DataError

@@ -18,9 +18,7 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.errors import UsageError
 
 
-def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(
-    calls: list[str],
-) -> None:
+def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: list[str]) -> None:
     device = open_device("hpu")
     assert device.execution == "lazy"
     _, _, step = build_training(device)

@@ -4,13 +4,7 @@ import socket
 
 import pytest
 
-from ssdctl.distributed import (
-    Ranks,
-    find_ranks,
-    interface_for_peers,
-    own_addresses,
-    own_names,
-)
+from ssdctl.distributed import Ranks, find_ranks, interface_for_peers, own_addresses, own_names
 from ssdctl.errors import UsageError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}

@@ -22,11 +22,7 @@ from ssdctl.evaluation.analysis import (
 )
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.evaluation.suspects import find_suspects
-from ssdctl.runs.evaluation import (
-    SHOWN_SCORE,
-    Evaluation,
-    EvaluationInfo,
-)
+from ssdctl.runs.evaluation import SHOWN_SCORE, Evaluation, EvaluationInfo
 
 BOX = [20.0, 20.0, 100.0, 100.0]
 NUM_IMAGES = 4

@@ -88,10 +88,7 @@ def as_command(work: Callable[[], object]) -> Result:
 
 
 def file_target(
-    path: Path,
-    inputs: st.SearchStrategy[bytes],
-    parse: Callable[[], object],
-    *command: object,
+    path: Path, inputs: st.SearchStrategy[bytes], parse: Callable[[], object], *command: object
 ) -> Target:
     """Write each input to `path`, then parse it, sometimes by the whole command."""
     numbers = itertools.count()

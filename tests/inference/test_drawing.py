@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor, ImageDraw
 
-from ssdctl.data.drawing import (
-    class_color,
-    draw,
-)
+from ssdctl.data.drawing import class_color, draw
 
 GRAY = (127, 127, 127)
 BOX_ONLY: dict[str, Any] = {"names": None, "scores": None}

@@ -16,15 +16,7 @@ from PIL import Image
 
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import (
-    STREAMS,
-    Boxes,
-    Keys,
-    View,
-    hashed,
-    uniform,
-    whole,
-)
+from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, hashed, uniform, whole
 from ssdctl.input.augmentations.ssd import crop, flip
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop

@@ -56,10 +56,7 @@ def strict(schema: Any) -> Any:
 
 CRD = strict(json.loads((GOLDEN / "mpijob-v2beta1.json").read_text()))
 del CRD["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
-SCHEMAS = {
-    "Job": {"properties": {"spec": strict(JOBS["job_spec"])}},
-    "MPIJob": CRD,
-}
+SCHEMAS = {"Job": {"properties": {"spec": strict(JOBS["job_spec"])}}, "MPIJob": CRD}
 
 
 def validate(value: Any, schema: Any) -> None:

@@ -76,10 +76,7 @@ def check_each_write(
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["export CHECKPOINT --format safetensors", "report RUN"],
-)
+@pytest.mark.parametrize("command", ["export CHECKPOINT --format safetensors", "report RUN"])
 def test_a_command_that_writes_a_file(
     command: str, tiny_run: Path, checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

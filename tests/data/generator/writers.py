@@ -490,8 +490,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     "yolo: img": _of(_with(_YOLO_1, decoys=False), yolo, "img", "labels", names="classes.txt"),
     "yolo: here": _of(_with(_YOLO, splits=_ONE, decoys=False), yolo, "", "", names="data.yaml"),
     "yolo: classes of splits": _of(
-        *(_YOLO_WORDS, yolo, "{split}/images", "{split}/labels"),
-        names="{split}/labels/classes.txt",
+        *(_YOLO_WORDS, yolo, "{split}/images", "{split}/labels"), names="{split}/labels/classes.txt"
     ),
     "yolo: darknet": _of(
         _YOLO._replace(flags=("no empty files",), shared=True),

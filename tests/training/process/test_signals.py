@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import (
-    ForkedProcess,
-    has_steps,
-    last,
-    records,
-    run_script,
-    train_command,
-    wait_for,
-)
+from helpers import ForkedProcess, has_steps, last, records, run_script, train_command, wait_for
 
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.cli.main import main
