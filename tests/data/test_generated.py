@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -96,12 +96,26 @@ def texts(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
+def match(
+    found: Iterable[tuple[object, Sequence[float]]],
+    expected: Iterable[tuple[object, Sequence[float]]],
+    where: str,
+    tolerance: float,
+) -> list[int]:
+    """Return the place of each expected box in those found; rounding may change their order."""
+    places, left = list[int](), dict(enumerate(found))
+    for name, sides in expected:
+        off = {n: np.abs(np.subtract(b, sides)).max() for n, (k, b) in left.items() if k == name}
+        assert min(off.values(), default=np.inf) <= tolerance, f"{name} {sides} of {where}: {left}"
+        places.append(min(off, key=off.__getitem__))
+        del left[places[-1]]
+    assert not left, f"boxes of {where}"
+    return places
+
+
 def assert_same_boxes(found: list[Box], expected: list[Box], where: str, layout: Layout) -> None:
-    assert [box[0] for box in found] == [box[0] for box in expected], f"classes of {where}"
-    sides = np.array([box[1:5] for box in found]), np.array([box[1:5] for box in expected])
-    np.testing.assert_allclose(*sides, atol=layout.tolerance, err_msg=f"boxes of {where}")
-    if layout.crowds:
-        assert [box[5] for box in found] == [box[5] for box in expected], f"crowds of {where}"
+    of_box = [[((b[0], b[5] and layout.crowds), b[1:5]) for b in s] for s in (found, expected)]
+    match(*of_box, where, layout.tolerance)
 
 
 def boxes_by_row(annotations: Annotations) -> list[list[Box]]:
@@ -155,14 +169,14 @@ def check_pixels(split: Split, pictures: Collection[Picture], tolerance: float) 
         start, end = split.starts[row : row + 2]
         boxes = split.boxes[start:end] * np.tile(split.sizes[row], 2)
         names = [split.classes[label - 1].name for label in split.labels[start:end]]
-        read = sorted(zip(names, boxes.tolist(), strict=True))
-        for (name, box), thing in zip(read, sorted(picture.things), strict=True):
-            where = f"{name} of {picture.name}"
-            sides = thing.left, thing.top, thing.left + thing.width, thing.top + thing.height
-            assert name == thing.name, where
-            np.testing.assert_allclose(box, sides, atol=tolerance, err_msg=where)
-            center = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-            assert shows(pixels, center, picture.shade(thing.color)), where
+        sides = [(t.left, t.top, t.left + t.width, t.top + t.height) for t in picture.things]
+        expected = list(zip((t.name for t in picture.things), sides, strict=True))
+        read = zip(names, boxes.tolist(), strict=True)
+        places = match(read, expected, picture.name, tolerance)
+        for place, thing in zip(places, picture.things, strict=True):
+            left, top, right, bottom = boxes[place]
+            center, color = ((left + right) / 2, (top + bottom) / 2), picture.shade(thing.color)
+            assert shows(pixels, center, color), f"{thing} of {picture.name}"
     assert sorted(found) == sorted(by_gray), "not all images are there"
 
 
