@@ -138,10 +138,3 @@ def test_an_assignment_may_be_empty(cli: Cli) -> None:
     Path("ssdctl.toml").write_text('[train]\ninit = "a.pt"\n')
     result = cli("config", "show", "train.init", "--set", "train.init=", "--json")
     assert json.loads(result.out)["train.init"]["value"] is None
-    rows = cli(
-        "config", "show", "train.init", "train.seed", "--set", "train.init="
-    ).out.splitlines()
-    assert [row.split()[:2] for row in rows if row.startswith("train.")] == [
-        ["train.init", "-"],
-        ["train.seed", "0"],
-    ]

@@ -12,7 +12,6 @@ from data.formats.test_voc import thing, xml
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset, resolve_images
-from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
@@ -291,10 +290,3 @@ def test_the_class_of_kitti_may_have_spaces(tmp_path: Path, line: str, name: str
     train = read_dataset(data, AUTOMATIC)["train"]
     assert [c.name for c in train.classes] == [name]
     assert train.boxes.tolist() == [[5, 6, 20, 20]]
-
-
-def test_finding_images_is_fast(tmp_path: Path) -> None:
-    names = [f"images/{n % 50}/{n:06d}.jpg" for n in range(20_000)]
-    finder = ImageFinder(tmp_path, files=names)
-    wanted = [Wanted(name.rpartition("/")[2], "annotations") for name in names]
-    assert [item.file for item in finder.find(wanted, tmp_path) if item] == names

@@ -57,17 +57,8 @@ class Pair:
         return times
 
 
-@pytest.mark.parametrize(
-    ("work_s", "possible"),
-    [
-        ((0.001, 0.002), range(10, 210, 10)),
-        ((0.001, 0.03), range(1, 8)),  # slow on one rank only
-        ((0.3, 0.001), range(1, 2)),
-    ],
-)
-def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possible: range) -> None:
-    pair = Pair()
+def test_ranks_of_unequal_speed_stop_together() -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(pair.run, range(2), work_s)
+        first, second = pool.map(Pair().run, range(2), (0.001, 0.03))
     assert first == second
-    assert first in possible
+    assert 1 <= first < 8
