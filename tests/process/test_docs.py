@@ -54,7 +54,7 @@ def test_quick_start(tmp_path: Path, cli: Cli) -> None:
 def test_custom_dataset(tmp_path: Path, cli: Cli) -> None:
     run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
     assert (tmp_path / "boxes.png").is_file()
-    assert (tmp_path / "runs/parts/report.html").is_file()
+    assert (tmp_path / "evaluation/report.html").is_file()
     assert (tmp_path / "drawn/detections.json").is_file()
 
 
