@@ -207,7 +207,8 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     from ssdctl.model.distributed_norm import convert_batch_norms
 
-    convert_batch_norms(model, ranks.world_size)
+    group = collectives.device_group(ranks)
+    convert_batch_norms(model, ranks.world_size, "" if group is None else group.group_name)
     return model
 
 

@@ -340,6 +340,8 @@ def run_failing(world: World, number: int | None, count: int) -> None:
 
 def test_a_rank_fails(world: World) -> None:
     run_failing(world, None, 1)
+    act = 'given = dict(observers=[At("detections", lambda: 1 / 0)])'
+    check_failing(world, [(calls(TOGETHER)[1], 0, act)], 1)  # the other exchanges statistics
 
 
 def test_programs(world: World) -> None:
