@@ -19,8 +19,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ssdctl import errors  # noqa: F401
-from ssdctl._version import __version__  # noqa: F401
+from ssdctl import errors  # noqa: F401 - public, as ssdctl.errors
+from ssdctl._version import __version__  # noqa: F401 - public
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_bytes())
 # The module of each public name: `__init__.pyi` lists them once, for type checkers, too.

@@ -279,7 +279,10 @@ def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[dict[
     Half of the limit is for the worst images, half for random ones.
     """
     if evaluation is None:
-        return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report DIR does it"
+        return (
+            [],
+            "the run was not evaluated yet; ssdctl evaluate CKPT --report DIR writes such a page",
+        )
     try:
         read = _reader(evaluation)
     except (SsdctlError, OSError) as error:

@@ -43,10 +43,8 @@ DECAY_FACTOR = 0.1
 MAX_EVALUATIONS = 10_000  # that are counted
 MAX_BACKGROUND = 0.5
 LEAVE_IT_OUT = "leave it out"
-OF_IMAGES = [
-    *("train.augment", "train.fold"),
-    *("train.eval_every", "train.eval_at", "train.patience", "train.target_ap"),
-]
+AUGMENTATION = ["train.augment", "train.hue_degrees"]
+EVALUATION = ["train.eval_every", "train.eval_at", "train.patience", "train.target_ap"]
 INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
 CONTINUED = Source(Kind.FILE, "the run it continues")
@@ -362,13 +360,12 @@ def _refuse_idle(plan: Plan) -> None:
     config, refuse = plan.config.train, plan.config.require_not_given
     if config.fake_data:
         reason = "does nothing with --fake-data, which reads and evaluates no image"
-        refuse(OF_IMAGES, reason, LEAVE_IT_OUT)
+        refuse([*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT)
     if config.overfit is not None:
-        refuse(["train.augment"], "does nothing: --overfit trains on plain images", LEAVE_IT_OUT)
-    augment = config.augment if config.overfit is None else "none"
-    names = augmentation_names(augment)
+        refuse(AUGMENTATION, "does nothing: --overfit trains on plain images", LEAVE_IT_OUT)
+    names = augmentation_names(config.augment)
     if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
-        refuse(["train.hue_degrees"], f"does nothing with --augment {augment}", LEAVE_IT_OUT)
+        refuse(["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT)
     if not (plan.background or config.fake_data):
         reason = "does nothing: the run has no images without objects"
         refuse(["train.background_negatives"], reason, "leave it out, or add --background FRACTION")
