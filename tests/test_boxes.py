@@ -162,3 +162,13 @@ def test_an_iou_of_exactly_one_half(at_threshold: bool, label: int) -> None:
     boxes, labels = torch.tensor([[[0.0, 0.0, 1.0, 1.0]]]), torch.tensor([[3]])
     matcher = Matcher(at_threshold=at_threshold)
     assert matcher(boxes, labels, defaults)[1].tolist() == [[label, 3]]
+
+
+def test_gradients_are_finite_at_the_clamps() -> None:
+    box = torch.tensor([[0.5, 0.5, 0.0, 0.1]], requires_grad=True)
+    offsets = torch.tensor([[0.0, 0.0, 1e30, -1e30]], requires_grad=True)
+    default = torch.tensor([[0.5, 0.5, 0.2, 0.2]])
+    (encode(box, default).sum() + decode(offsets, default).sum()).backward()
+    for leaf in (box, offsets):
+        assert leaf.grad is not None
+        assert leaf.grad.isfinite().all()

@@ -1,12 +1,17 @@
 """What every accelerator does as the CPU does it."""
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Iterator
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training, everything, losses
 
 from ssdctl.device import Device, open_device
@@ -59,6 +64,13 @@ def test_weights_are_those_of_the_cpu(device: Device, optimizer: str) -> None:
         torch.testing.assert_close(ends[1][name], expected, rtol=rel, atol=atol, check_dtype=False)
 
 
+@OPTIMIZERS
+def test_losses_are_those_of_the_cpu(device: Device, optimizer: str) -> None:
+    actual = copied_losses(device, build_training(device, optimizer=optimizer)[2], 6)
+    expected = losses(build_training(CPU, optimizer=optimizer)[2], steps=6)
+    assert actual == pytest.approx(expected, rel=tolerance(device))
+
+
 def test_lower_precisions_are_close(device: Device) -> None:
     expected = losses(build_training(CPU)[2])
     for precision in {*device.precisions} - {"fp32"}:
@@ -68,6 +80,22 @@ def test_lower_precisions_are_close(device: Device) -> None:
             state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
             optimizer.load_state_dict(state)
         assert copied_losses(device, step, 4) == pytest.approx(expected, rel=2e-2), precision
+
+
+@OPTIMIZERS
+def test_a_bad_step_changes_nothing(device: Device, optimizer: str) -> None:
+    """Neither weights nor momentum nor AdamW's count."""
+    model, state, step = build_training(device, optimizer=optimizer)
+    for number in range(3):
+        step([batch(seed=number)], 1e-3)
+    device.synchronize()
+    before = {name: tensor.clone() for name, tensor in everything(model, state).items()}
+    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
+    after = everything(model, state)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(int(value) == 3 for name, value in after.items() if name.endswith(".step"))
+    step([batch(seed=1)], 1e-3)
+    assert not torch.equal(everything(model, state)["heads.weight"], before["heads.weight"])
 
 
 @OPTIMIZERS
@@ -92,4 +120,43 @@ def test_an_optimizers_state_continues_on_another_device(
 
 
 def to_host(value: object) -> object:
+    """As in a checkpoint."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "execution", "rel"),
+    [("xla", "lazy", 1e-3), ("cuda", "eager", 1e-2), ("cuda", "compile", 1e-2)],
+)
+def test_a_run_and_its_resume(
+    shapes: Path,
+    tmp_path: Path,
+    cli: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    execution: str,
+    rel: float,
+) -> None:
+    """Train, save, stop, resume, evaluate: the losses and the score are those of the CPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    if name == "xla" and importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    options = TINY_RUN.replace("--device cpu", "").split()
+    options += ["--augment", "none", "--set", "evaluate.batch_size=4"]
+    by_device, scores = {}, {}
+    # PyTorch must see XLA before the first backward pass.
+    for device, how in ((name, execution), ("cpu", "eager")):
+        run = tmp_path / device
+        for steps in (2, 4):
+            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
+            result = cli(*command, "--device", device, "--execution", how)
+            assert result.code == 0, result.err
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+        scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]
+    assert by_device[name] == pytest.approx(by_device["cpu"], rel=rel)
+    assert scores[name] == pytest.approx(scores["cpu"], abs=rel)
+    assert scores["cpu"]

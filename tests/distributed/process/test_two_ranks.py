@@ -1,15 +1,21 @@
 """All ranks act alike if only one of them has a reason to act."""
 
+from __future__ import annotations
+
 import hashlib
 import io
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN
+from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from helpers import (
     assert_same_state,
@@ -18,7 +24,6 @@ from helpers import (
     run_ranks,
     run_script,
     start_script,
-    train_command,
     wait_for,
 )
 
@@ -78,14 +83,22 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_and_one_rank_downloads_weight
     torch.save(find_backbone("tiny").build().state_dict(), content)
     digest = hashlib.sha256(content.getvalue()).hexdigest()
     name = f"tiny-{digest[:8]}.pth"
-    options = ["--backbone-weights", "tiny-v1", "--steps", "1"]
+    options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
     with Server() as server:
         url = server.route(f"/{name}", file(content.getvalue()))
-        command = train_command(shapes, tmp_path / "run", *options)
+        command = [
+            name,
+            url,
+            digest,
+            "train",
+            "--data",
+            shapes,
+            "--out",
+            tmp_path / "run",
+            *options,
+        ]
         torch_home = str(tmp_path / "torch")
-        ranks = run_ranks(
-            2, SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=torch_home
-        )
+        ranks = run_ranks(2, SCENARIOS, free_port(), *command, TORCH_HOME=torch_home)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert server.body_bytes < 1.05 * len(content.getvalue())
     assert sum(rank.err.count("backbone weights") for rank in ranks) == 1
@@ -104,6 +117,30 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_and_one_rank_downloads_weight
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
     assert weights[3] != weights[2]  # and training continues
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["eager", "compile"])
+def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
+    shapes: Path, tmp_path: Path, execution: str
+) -> None:
+    # A low rate: a high one increases the differences of fp32's rounding with each step.
+    options = [*TINY_RUN.split(), "--lr", "2.5e-4", "--data", str(shapes), "--steps", "3"]
+    options += ["--execution", execution]
+    losses = {}
+    for name, ranks, extra in (
+        ("joined", 1, ["--bs", "4"]),
+        ("synchronized", 2, ["--bs", "2", "--sync-bn"]),
+        ("separate", 2, ["--bs", "2"]),
+    ):
+        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(tmp_path / name)]
+        argv = [sys.executable, "-m", "ssdctl", *command]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        losses[name] = [record["loss"] for record in records(tmp_path / name, "train")]
+    assert len(losses["joined"]) == 3
+    assert losses["synchronized"] == pytest.approx(losses["joined"], rel=1e-5)
+    assert losses["separate"] != pytest.approx(losses["joined"], rel=1e-4)
 
 
 ANNOUNCES_ITS_WAIT = """
@@ -135,6 +172,22 @@ def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
+    cli: Callable[..., Result], shapes: Path, tmp_path: Path
+) -> None:
+    """Rank 1 has the second of nine validation images."""
+    data = tmp_path / "shapes"
+    shutil.copytree(shapes, data)
+    assert cli("prepare", "--data", data, "--no-pack").code == 0
+    image = sorted((data / "val2017").iterdir())[1]
+    kept = image.stat()
+    image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
+    os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
+    options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
+    ranks = run_ranks(2, COMMAND, "train", "--data", data, *options)
+    check_end(ranks, tmp_path / "run", 3, image.name)
+
+
 @pytest.mark.slow(in_ci=True)
 def test_averaged_statistics_of_six_ranks_are_not_averaged_again(
     shapes: Path, tmp_path: Path
@@ -155,6 +208,14 @@ def test_averaged_statistics_of_six_ranks_are_not_averaged_again(
     assert {rank.code for rank in ranks} == {0}, ranks
     assert [record["step"] for record in records(stopped, "eval")] == [2, 4]
     assert_same_state(last(stopped), last(whole))
+
+
+def check_end(ranks: list[Result], run: Path, code: int, words: str) -> None:
+    """All ranks ended with the code and one of them says why; none is called lost."""
+    assert [rank.code for rank in ranks] == [code] * len(ranks), ranks
+    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
+    assert any(words in text for text in texts), texts
+    assert not any("lost rank" in text or "Traceback" in text for text in texts)
 
 
 LOSES_ITS_STORE = """
@@ -185,12 +246,10 @@ def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
     shapes: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    command = train_command(shapes, run, "--steps", 9, "--rank-timeout", 30)
-    ranks = run_ranks(2, LOSES_ITS_STORE + COMMAND, *command)
-    assert [rank.code for rank in ranks] == [6, 6], ranks
-    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
-    assert any("the store is gone" in text for text in texts), texts
-    assert not any("lost rank" in text or "Traceback" in text for text in texts)
+    options = ["--steps", 9, *TINY_RUN.split(), "--rank-timeout", 30]
+    script = LOSES_ITS_STORE + COMMAND
+    ranks = run_ranks(2, script, "train", "--data", shapes, "--out", run, *options)
+    check_end(ranks, run, 6, "the store is gone")
     assert last(run).step == 3
     assert last(run).rank_statistics is not None
 
@@ -207,7 +266,12 @@ def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) ->
 EVALUATE = """
 import json, os, sys
 import ssdctl
+from ssdctl.data import image_check, open_dataset
+
 os.environ["MASTER_PORT"], checkpoint, data = sys.argv[1:4]
+compared = []
+changed_images = open_dataset.changed_images
+open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
 result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
 
 import torch
@@ -220,6 +284,7 @@ again = ssdctl.evaluate(checkpoint, data, device="cpu", progress=False)
 total = torch.ones(1)
 dist.all_reduce(total)  # the group of the caller is kept
 assert (total.item(), again.metrics) == (2, result.metrics)
+count = len(compared)
 model = ssdctl.SSD300.from_checkpoint(checkpoint)
 model.class_heads[0].bias.data += dist.get_rank()  # the first rank's is scored
 live = ssdctl.evaluate(model, data, device="cpu", progress=False)
@@ -230,17 +295,19 @@ if dist.get_rank() == 1:
     )
     assert alone.metrics == result.metrics
     assert os.path.exists("alone/report.html")
-print(json.dumps([result.metrics["AP"], result.about.images]))
+print(json.dumps([result.metrics["AP"], result.about.images, count]))
 """
 
 
 def test_every_rank_gets_the_evaluation_of_the_library(
     checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
-    """A process group of the caller serves, too, and a rank can score without the other one."""
+    """The first rank prepares the dataset and compares its images for all; a process group of the
+    caller serves, too, and a rank can score without the other one."""
     data = tmp_path / "shapes"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)
     assert [rank.code for rank in ranks] == [0, 0], ranks
-    first, second = [json.loads(rank.out) for rank in ranks]
-    assert (first, first[1]) == (second, 9)
+    first, (*same, compared) = [json.loads(rank.out) for rank in ranks]
+    assert (first[:2], first[1]) == (same, 9)
+    assert compared == 0

@@ -7,11 +7,21 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import ForkedProcess, has_steps, last, records, run_script, train_command, wait_for
+from helpers import (
+    ForkedProcess,
+    assert_same_state,
+    has_steps,
+    last,
+    records,
+    run_script,
+    train_command,
+    wait_for,
+)
 
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.cli.main import main
@@ -95,13 +105,17 @@ def test_a_second_interrupt_ends_in_mid_step(command: list[str]) -> None:
     assert "Traceback" not in words
 
 
-def test_a_signal_during_the_imports_ends_it_there(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("module", ["torch.version", "typer"])
+def test_a_signal_during_the_imports_ends_it_there(
+    command: list[str], tmp_path: Path, module: str
+) -> None:
     """Python reports each import at its end: a package's own comes after its modules."""
     reporting = [sys.executable, "-X", "importtime", "-m", "ssdctl", *command]
     process = subprocess.Popen(reporting, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.rpartition("|")[2].strip() == "torch.version":
+        if line.rpartition("|")[2].strip() == module:
             break
     process.send_signal(signal.SIGTERM)
     _, rest = process.communicate(timeout=120)
@@ -165,3 +179,30 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
     words = train("--steps", 3, code=6)
     assert "no space left" in words
     assert "saved" not in words
+
+
+@pytest.mark.slow(in_ci=True)
+def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """Averaging their statistics of batch norm at the signal would change what follows."""
+
+    def launch(run: Path) -> subprocess.Popen[str]:
+        options = ["--bs", 1, "--ema", 0.5, "--steps", 100]
+        options += ["--save-every", "1000st", "--eval-every", "1000st"]
+        _, *options = train_command(shapes, run, *options)
+        command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", *map(str, options)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for folder, code in ((whole, 0), (run, 75), (run, 0)):
+        process = launch(folder)
+        if code == 75:
+            while not has_steps(run):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+        _, words = process.communicate(timeout=300)
+        assert process.returncode == code, words
+        assert 1 < last(folder).step < 100 or code == 0
+    assert_same_state(last(run), last(whole))
