@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -183,3 +184,36 @@ def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_p
                 process.communicate()
         assert [process.returncode for process in ranks] == [0, 0], words
     assert_same_state(last(tmp_path / "run"), last(tmp_path / "whole"))
+
+
+@pytest.mark.skipif(
+    shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK),
+    reason="needs bindfs and /dev/fuse",
+)
+def test_a_run_folder_whose_file_system_disconnects(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """The folder is mounted a second time through a process, which is killed."""
+    folder, mount = tmp_path / "source", tmp_path / "mount"
+    folder.mkdir()
+    mount.mkdir()
+    server = subprocess.Popen(["bindfs", "-f", "--no-allow-other", folder, mount])
+    try:
+        while not mount.is_mount():
+            if server.poll() is not None:
+                pytest.skip("this container may not mount")
+            time.sleep(0.01)
+        options = ["--save-every", "2st", "--steps"]
+        process = start(*train_command(shapes, mount / "run", *options, 10_000))
+        wait_for((folder / "run/checkpoints/last.pt").exists, process)
+        server.kill()
+        _, words = process.communicate(timeout=60)
+    finally:
+        server.kill()
+        server.wait()
+        subprocess.run(["fusermount", "-u", "-z", mount], capture_output=True)
+    assert process.returncode == 6, words
+    assert os.strerror(errno.ENOTCONN) in words
+    assert any(f"{mount}/run/{name}" in words for name in ("metrics.jsonl", "checkpoints")), words
+    assert "Traceback" not in words
+    run = folder / "run"
+    done = cli(*train_command(shapes, run, *options, last(run).step + 1))
+    assert done.code == 0, done.err
