@@ -12,9 +12,13 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ssdctl.distributed import free_port
 
 IMPORTED = """
     pytest pandas pydantic hotcoco PIL.BmpImagePlugin PIL.GifImagePlugin PIL.JpegImagePlugin
@@ -26,6 +30,7 @@ IMPORTED = """
 CREATING = {"os.link", "os.mkdir", "os.truncate"}
 CHANGING = {"os.rename", "os.remove", "os.rmdir", *CREATING}
 DEADLINE_S = 120.0
+GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(IMPORTED.split())
 
@@ -38,6 +43,7 @@ class Fault(NamedTuple):
 
     at: int  # counted from 1; for SIGKILL only operations that find another folder
     name: str  # of a signal or an error
+    rank: int = 0  # where; the last rank if there are fewer
 
     @property
     def is_signal(self) -> bool:
@@ -45,7 +51,7 @@ class Fault(NamedTuple):
 
 
 class Command:
-    """`ssdctl ARGUMENTS` in a fork, which scores evaluations in a thread.
+    """`ssdctl ARGUMENTS` in a fork for each rank, which scores evaluations in a thread.
 
     Args:
         folder: The operations below it are counted.
@@ -60,22 +66,47 @@ class Command:
         *,
         fault: Fault | None = None,
         has_links: bool = True,
+        ranks: int = 1,
     ) -> None:
         words = [str(a) for a in arguments]
-        self.line = f"ssdctl {shlex.join(words)}"
+        launched = words if ranks == 1 else ["launch", "--cpus", str(ranks), *words[1:]]
+        self.line = f"ssdctl {shlex.join(launched)}"
+        faults: list[Fault | None] = [None] * ranks
         if fault is not None:
-            self.line += f"   # {fault.name} at file operation {fault.at} below {folder}"
-        self._log = log
-        hook = _Hook(str(folder), fault, has_links)
-        self._process = CONTEXT.Process(target=_run, args=(words, log, hook), daemon=True)
-        self._process.start()
+            rank = min(fault.rank, ranks - 1)
+            faults[rank] = fault
+            self.line += (
+                f"   # {fault.name} at file operation {fault.at} of rank {rank} in {folder}"
+            )
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks > 1 else {}
+        self._logs = [log.with_suffix(f".{rank}") for rank in range(ranks)]
+        self._processes = []
+        for rank, fault in enumerate(faults):
+            if ranks > 1:
+                group |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            hook = _Hook(str(folder), fault, has_links)
+            given = (words, self._logs[rank], hook, dict(group))
+            self._processes.append(CONTEXT.Process(target=_run, args=given, daemon=True))
+        for process in self._processes:
+            process.start()
 
     def wait(self) -> tuple[int, str]:
-        self._process.join(DEADLINE_S)
-        code = self._process.exitcode
-        self._process.kill()
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        """Return the code of the rank that failed first, or 0, and what all wrote."""
+        end = time.monotonic() + DEADLINE_S
+        codes: list[int | None] = []
+        while alive := [p for p in self._processes if p.exitcode is None]:
+            failed = [p.exitcode for p in self._processes if p.exitcode]
+            if failed and not connection.wait([p.sentinel for p in alive], GRACE_S):
+                codes = failed  # a launcher ends the others, which wait for it
+                [process.terminate() for process in alive]
+            if not connection.wait([p.sentinel for p in alive], end - time.monotonic()):
+                break
+        codes = codes or [process.exitcode for process in self._processes]
+        [process.kill() for process in self._processes]
+        text = "".join(p.read_text(errors="replace") for p in self._logs if p.exists())
+        code = -9 if -9 in codes else codes[0]
         assert code is not None, f"hangs: {self.line}: {text}"
+        assert set(codes) <= {code, 8 if code == -9 else code}, f"{codes}: {self.line}: {text}"
         return code, text
 
 
@@ -135,11 +166,11 @@ def score_in_this_process() -> None:
     BackgroundScoring._run = run  # type: ignore[method-assign]
 
 
-def _run(words: list[str], log: Path, hook: _Hook) -> None:
+def _run(words: list[str], log: Path, hook: _Hook, variables: dict[str, str]) -> None:
     from ssdctl.cli.main import main
 
     score_in_this_process()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(variables, OMP_NUM_THREADS="1")
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -41,7 +41,7 @@ from torch import distributed as dist
 import ssdctl
 
 # Packages that change the process when they are imported.
-IMPORTED = ("matplotlib.font_manager", "requests", "torch.distributed")
+IMPORTED = ("matplotlib.font_manager", "requests", "torch.distributed", "torch.utils.tensorboard")
 IMPORTED_FOR_COMPILING = ("torch._dynamo", "torch._inductor.compile_fx")
 WAIT_S = 3.0  # for threads that end by themselves
 SETUP = """

@@ -266,15 +266,17 @@ def _missing_ranks(ranks: JoinedRanks) -> str:
 
 def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
     """Return the key-value store of all ranks once all have arrived."""
+    timeout_s = max(timeout_s, MIN_TIMEOUT_S)
+    limit = datetime.timedelta(seconds=timeout_s)  # of the first rank; torch's own is half an hour
     with signals.ending_at_once():  # a signal interrupts the wait for a thread, not torch's own
         met = run_in_daemon_thread(
-            lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))
+            lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
         )
         store = _PrefixStore(f"group-{next(_groups)}", met.result()[0])
     store.add(ARRIVED, 1)
     try:
         with signals.ending_at_once():
-            _wait_for_all(store, ranks.world_size, max(timeout_s, MIN_TIMEOUT_S))
+            _wait_for_all(store, ranks.world_size, timeout_s)
     except Stopped:
         with contextlib.suppress(RuntimeError):  # the first rank is gone
             if store.add(ARRIVED, 0) >= ranks.world_size:

@@ -109,7 +109,7 @@ def test_ranks_get_their_card_and_the_backend(
     monkeypatch.setattr(joining, "_groups", iter(["first"]))
     torch.distributed.PrefixStore("group-first", store).add(joining.ARRIVED, 1)
     met = iter([(store, 0, 2)])
-    monkeypatch.setattr(joining, "torch_rendezvous", lambda *_: met)
+    monkeypatch.setattr(joining, "torch_rendezvous", lambda *_, **__: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     with process_group(Ranks(0, 2, 0), device):
         pass

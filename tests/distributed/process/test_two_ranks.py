@@ -149,24 +149,30 @@ from ssdctl.distributed import process_group
 
 torch_rendezvous = process_group.torch_rendezvous
 
-def announced(*arguments):
+def announced(*arguments, **options):
     sys.stderr.write("waiting\\n")
-    yield from torch_rendezvous(*arguments)
+    yield from torch_rendezvous(*arguments, **options)
 
 process_group.torch_rendezvous = announced
 """
 
 
-def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
-    """The same signal may have stopped the other one before it started."""
+@pytest.mark.parametrize(
+    ("script", "code"), [("", 75), ("process_group.MIN_TIMEOUT_S = 1\n", 8)], ids=["signal", "time"]
+)
+def test_the_wait_for_a_missing_first_rank_ends(tmp_path: Path, script: str, code: int) -> None:
+    """By the signal that may have stopped it before it started, or by the time limit."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = ["train", "--data", "none", "--out", tmp_path / "run", "--device", "cpu"]
-    process = run_script(ANNOUNCES_ITS_WAIT + COMMAND, *command, **common, RANK="1", LOCAL_RANK="1")
+    command += ["--rank-timeout", "1"]
+    script = ANNOUNCES_ITS_WAIT + script + COMMAND
+    process = run_script(script, *command, **common, RANK="1", LOCAL_RANK="1")
     try:
         log = tmp_path / "run" / "logs" / "rank-1.log"
         wait_for(lambda: log.exists() and "waiting" in log.read_text())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 75
+        if code == 75:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == code
     finally:
         process.kill()
         process.communicate()

@@ -38,14 +38,18 @@ from hypothesis.stateful import (
 from ssdctl.data.shapes import generate
 
 OPTIONS = (
-    "--preset stable-r34 --backbone tiny --backbone-weights none --bs 2 --warmup 1st --log-every 1 "
-    "--fp32 --device cpu --optimizer adamw --lr 0.0025"
+    "--preset stable-r34 --backbone tiny --backbone-weights none --warmup 1st --log-every 1 "
+    "--fp32 --device cpu --optimizer adamw --lr 0.0025 --rank-timeout 20"
 )
+GLOBAL_BATCH = 2
 LENGTH = 8  # steps of the undisturbed run
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 ERRORS = ("ENOSPC", "EDQUOT", "EROFS", "EFBIG")
-kills = st.builds(Fault, st.integers(1, 50), st.just("SIGKILL"))
-faults = kills | st.builds(Fault, st.integers(1, 160), st.sampled_from(SIGNALS + ERRORS))
+ranks = st.sampled_from([1, 1, 2])
+kills = st.builds(Fault, st.integers(1, 50), st.just("SIGKILL"), ranks.map(lambda n: n - 1))
+faults = kills | st.builds(
+    Fault, st.integers(1, 160), st.sampled_from(SIGNALS + ERRORS), ranks.map(lambda n: n - 1)
+)
 readers = st.sampled_from(["evaluate", "all", "report", "runs", "predict", "export"])
 often = st.sampled_from(["1st", "2st", "3st", "5st"])
 lengths = st.integers(1, LENGTH)
@@ -118,13 +122,17 @@ def files(run: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Undisturbed]:
+    """Return the undisturbed runs on one rank and on two."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    data, run = folder / "data", folder / "run"
+    data = folder / "data"
     generate(data, num_train=8, num_val=3, seed=0)
-    every = Settings(99, "1st", "1st", 1).options()
-    words = ["train", "--data", data, "--out", run, *OPTIONS.split(), "--steps", LENGTH, *every]
-    code, text = Command(words, run, folder / "log").wait()
+    return {count: undisturbed_run(data, folder / f"run-{count}", count) for count in (1, 2)}
+
+
+def undisturbed_run(data: Path, run: Path, count: int) -> Undisturbed:
+    words = training(data, run, LENGTH, Settings(99, "1st", "1st", 1), count)
+    code, text = Command(words, run, run.with_suffix(".log"), ranks=count).wait()
     assert code == 0, text
     contents = {step_of(path): load(path) for path in steps(run)}
     return Undisturbed(
@@ -135,20 +143,28 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     )
 
 
+def training(data: Path, run: Path, to: int, chosen: Settings, ranks: int) -> list[object]:
+    words = ["train", "--data", data, "--out", run, *OPTIONS.split(), "--bs", GLOBAL_BATCH // ranks]
+    return [*words, "--steps", to, *chosen.options()]
+
+
 class Life(RuleBasedStateMachine):
     """The life of one run folder, and what must be true of it after each command."""
 
-    undisturbed: Undisturbed
+    undisturbed_runs: dict[int, Undisturbed]
     about: str
 
     def __init__(self) -> None:
         super().__init__()
+        self.ranks = 1
+        self.undisturbed = self.undisturbed_runs[1]
         self.folder = Path(tempfile.mkdtemp(prefix="life-"))
         self.names = (f"{number:02d}" for number in itertools.count())
         self.run = self.folder / next(self.names)
         self.data = shutil.copytree(self.undisturbed.data, self.folder / "data")
         self.own: list[object] = []  # options that change what the run computes
         self.first = 1  # the first step in metrics.jsonl
+        self.origin = ""  # the checkpoint of this folder that it went back to
         self.has_gaps = False  # steps of a smaller batch that were taken with a larger one
         self.is_exact = True  # whether it computes what the undisturbed run does
         self.may_lack_best = False  # whether the weights of the best may be nowhere
@@ -158,9 +174,10 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
 
-    @initialize(has_links=st.booleans())
-    def begin(self, has_links: bool) -> None:
-        self.has_links = has_links
+    @initialize(has_links=st.booleans(), count=ranks)
+    def begin(self, has_links: bool, count: int) -> None:
+        self.has_links, self.ranks = has_links, count
+        self.undisturbed = self.undisturbed_runs[count]
         say(self.about)
 
     # What a user does
@@ -177,11 +194,12 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.newest > 0)
     @rule(back=st.integers(0, 3), by=lengths, chosen=changing, fault=st.none() | faults)
     def go_back(self, back: int, by: int, chosen: Settings, fault: Fault | None) -> None:
-        """Train again from an earlier checkpoint; the same command again continues."""
+        """Train again from an earlier checkpoint; the same file again continues."""
         file = [path for path in steps(self.run) if load(path)][-1 - back :][0]
         to = step_of(file) + by
         words = [*self.training(to, chosen), "--resume", file]
-        self.may_lack_best, self.newest = True, step_of(file)
+        if file.name != self.origin:
+            self.may_lack_best, self.newest, self.origin = True, step_of(file), file.name
         result = self.start(words, fault).wait()
         self.was_reached = result[0] != 0
         if fault is not None and self.was_reached:
@@ -198,7 +216,7 @@ class Life(RuleBasedStateMachine):
         self.run = self.folder / next(self.names)
         to += self.newest
         words = [*self.training(to, chosen), "--resume", file]
-        self.first, self.may_lack_best = self.newest + 1, False
+        self.first, self.may_lack_best, self.origin = self.newest + 1, False, ""
         for _ in range(2):
             self.check(to, chosen, *self.start(words).wait(), None)
             file.unlink(missing_ok=True)
@@ -219,6 +237,12 @@ class Life(RuleBasedStateMachine):
         after = self.newest_intact()
         self.newest = after if after > to else 0  # it counted otherwise
         self.check(to, chosen, *result, None)
+
+    @rule()
+    def change_ranks(self) -> None:
+        """The global batch is the same; the statistics of batch norm and the rounding are not."""
+        self.ranks = 3 - self.ranks
+        self.is_exact = False
 
     @precondition(lambda self: len([p for p in steps(self.run) if load(p)]) > 1)
     @rule(how=st.sampled_from(["delete", "cut", "flip"]))
@@ -287,8 +311,7 @@ class Life(RuleBasedStateMachine):
     # How a command is started
 
     def training(self, to: int, chosen: Settings) -> list[object]:
-        words = ["train", "--data", self.data, "--out", self.run, *OPTIONS.split(), *self.own]
-        return [*words, "--steps", to, *chosen.options()]
+        return [*training(self.data, self.run, to, chosen, self.ranks), *self.own]
 
     def reading(self, reader: str) -> list[object]:
         run, out = self.run, self.folder / next(self.names)
@@ -303,7 +326,8 @@ class Life(RuleBasedStateMachine):
 
     def start(self, words: list[object], fault: Fault | None = None) -> Command:
         log = self.folder / f"log-{next(self.names)}"
-        command = Command(words, self.run, log, fault=fault, has_links=self.has_links)
+        count = self.ranks if words[0] == "train" else 1
+        command = Command(words, self.run, log, fault=fault, has_links=self.has_links, ranks=count)
         say(command.line)
         return command
 
@@ -387,25 +411,29 @@ class Life(RuleBasedStateMachine):
             assert details["about"]["step"] == step
 
 
-def live(undisturbed: Undisturbed, number: int | None, lives: int, commands: int) -> None:
+def live(
+    undisturbed: dict[int, Undisturbed], number: int | None, lives: int, commands: int
+) -> None:
     """Live some lives; without a seed always the same."""
-    machine = type("Life", (Life,), {"undisturbed": undisturbed, "about": f"SEED={number}"})
+    machine = type("Life", (Life,), {"undisturbed_runs": undisturbed, "about": f"SEED={number}"})
     how = examples(lives, number, Phase.shrink, stateful_step_count=commands)
     run_state_machine_as_test(seeded(machine, number), settings=how)
 
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("goes_back", [False, True])
-def test_every_file_operation_may_be_the_last(undisturbed: Undisturbed, goes_back: bool) -> None:
+def test_every_file_operation_may_be_the_last(
+    undisturbed: dict[int, Undisturbed], goes_back: bool
+) -> None:
     """Of steps with their evaluations and saves, and of going back to a step before the best."""
     chosen = Settings(9, "1st", "1st", 1)
-    kind = type("Life", (Life,), {"undisturbed": undisturbed, "about": ""})
+    kind = type("Life", (Life,), {"undisturbed_runs": undisturbed, "about": ""})
     first = kind()
-    first.begin(has_links=True)
+    first.begin(True, 1)
     first.train(4, chosen, None)
     for number in itertools.count(1):
         life = kind()
-        life.begin(has_links=True)
+        life.begin(True, 1)
         life.newest = 4
         shutil.copytree(first.run, life.run, copy_function=os.link)
         fault = Fault(number, "SIGKILL")
@@ -423,20 +451,20 @@ def test_every_file_operation_may_be_the_last(undisturbed: Undisturbed, goes_bac
     assert number > 15
 
 
-def test_a_copy_of_a_deleted_checkpoint_is_replaced(undisturbed: Undisturbed) -> None:
-    life = type("Life", (Life,), {"undisturbed": undisturbed, "about": ""})()
-    life.begin(has_links=False)
+def test_a_copy_of_a_deleted_checkpoint_is_replaced(undisturbed: dict[int, Undisturbed]) -> None:
+    life = type("Life", (Life,), {"undisturbed_runs": undisturbed, "about": ""})()
+    life.begin(False, 1)
     life.train(2, Settings(2, "1st", "1st", 1), None)
     life.damage("delete")
     life.train(1, Settings(1, "1st", "1st", 1), None)
     life.teardown()
 
 
-def test_lives(undisturbed: Undisturbed) -> None:
+def test_lives(undisturbed: dict[int, Undisturbed]) -> None:
     live(undisturbed, None, 5, 5)
 
 
 @pytest.mark.slow
-def test_many_lives(undisturbed: Undisturbed) -> None:
+def test_many_lives(undisturbed: dict[int, Undisturbed]) -> None:
     for number in seeds():
         live(undisturbed, number, 20, 12)
