@@ -9,12 +9,15 @@ split. It is an exact path if the name follows the folder of the labels or usual
 
 1. whose path ends with most of the names in the label's path
 2. in a folder with the name of the split
-3. in a folder that has most images of the same labels
+3. in a folder that has most images of the same labels, first of those with the suffix they give
 4. with the suffix that the labels give
 5. in the folder that the labels name
 6. in the most usual folder
 7. in the same folder as the folder of the labels
 8. with the size that the labels give
+
+Rule 3 alone does not take a file from the folder beside that of the label files: it may have fewer
+images because some are missing. That is ambiguous.
 
 An exact path is that of one entry; other entries get only files that no exact path names, so the
 boxes of a missing image never go to another listed image. `val/a.jpg` in `images` and `a.jpg` in
@@ -62,8 +65,14 @@ class Wanted(NamedTuple):
     labels: str = ""  # folder of the labels, relative to the dataset folder
     split: str | None = None  # files in folders of other splits do not count; None: all count
     size: tuple[int, int] = (0, 0)  # declared width and height in pixels; 0: not given
-    is_label_file: bool = False  # the name is that of a label file: any suffix will do
+    is_label_file: bool = False  # the name is that of a label file, without suffix
+    suffix: str = ""  # that the label file gives; another will do
     folder: str = ""  # named by the labels as the folder of the image
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """Return what is common to the label files of a folder."""
+        return self.labels, self.split
 
 
 class Found(NamedTuple):
@@ -79,6 +88,7 @@ class _Option(NamedTuple):
     tail: int  # number of folders at the end of the path that agree
     lead: tuple[str, ...]  # the beginning of the name, which is not that of the file's path
     prefix: str  # what its path has instead
+    is_beside: bool  # its folder is in the same one as that of the label files
     evidence: tuple[int, ...]
 
 
@@ -230,12 +240,14 @@ class ImageFinder:
             for n, option in chosen.items()
             for folder in self._named_by(rows[n], option)
         }
+        beside = {rows[n].entry.place for n, option in chosen.items() if option.is_beside}
         rivals: dict[str, list[int]] = {}  # rows by file
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
             is_absent = rows[n].is_path and not option.tail and option.lead[:1] == EXACT
             is_other = (rows[n].key, option.lead, option.prefix) in named
             is_other |= is_absent and (rows[n].key, False) in exact
+            is_other |= rows[n].entry.place in beside and not option.is_beside
             if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():
@@ -270,9 +282,11 @@ class ImageFinder:
 
     def _options(self, entry: Wanted, name: str) -> list[_Option]:
         names = name.split("/")
-        files = self.by_stem.get(stem_of(names[-1]), [])
-        if is_image_name(names[-1]) and not entry.is_label_file:
-            files = [file for file in files if self.files[file][-1] == names[-1]]
+        files = self.by_stem.get(names[-1], []) if entry.is_label_file else []
+        if not files:  # a label file's name may have the suffix of its image: a.jpg.txt
+            files = self.by_stem.get(stem_of(names[-1]), [])
+            if is_image_name(names[-1]):
+                files = [file for file in files if self.files[file][-1] == names[-1]]
         options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
 
@@ -293,7 +307,7 @@ class ImageFinder:
         evidence = (
             tail,
             entry.split is not None and split == entry.split,
-            base_name == names[-1],
+            base_name == names[-1] + entry.suffix,
             folders[-1:] == [entry.folder],
             -min(usual, default=len(self.standard)),
             bool(labels[:-1]) and folders[:-1] == labels[:-1],
@@ -306,6 +320,7 @@ class ImageFinder:
             tail=tail,
             lead=tuple(lead),
             prefix="/".join(before),
+            is_beside=entry.is_label_file and bool(labels[:-1]) and before[:-1] == labels[:-1],
             evidence=evidence,
         )
 
@@ -317,8 +332,14 @@ class ImageFinder:
     def _best(self, entry: Wanted, options: list[_Option], ambiguous: list[str]) -> _Option | None:
         """Return the option with the best evidence; None if several are left, which are noted."""
         if len(options) > 1:
-            best = max(option.evidence for option in options)
-            options = [option for option in options if option.evidence == best]
+            best = max(options, key=lambda option: option.evidence)
+            equal = best.evidence if best.is_beside else best.evidence[:3]
+            options = [
+                option
+                for option in options
+                if option.evidence == best.evidence
+                or (option.is_beside and option.evidence[: len(equal)] == equal)
+            ]
         if len(options) > 1:
             options = [o for o in options if self._has_size(o.file, entry.size)] or options
         if len(options) == 1:
@@ -356,17 +377,24 @@ class ImageFinder:
 
 
 def _with_counts(rows: Sequence[_Row]) -> list[_Row]:
-    """Add to the evidence how many names of the same labels agree on what their beginning means."""
-    counts = Counter(
-        (row.entry.labels, row.entry.split, *beginning)
-        for row in rows
-        for beginning in {(option.lead, option.prefix) for option in row.options}
-    )
+    """Add to the evidence how many names of the same labels agree on what their beginning means.
+
+    Before it: how many of them with the suffix that the labels give.
+    """
+    counts, named = Counter[tuple[object, ...]](), Counter[tuple[object, ...]]()
+    for row in rows:
+        beginnings = {(option.lead, option.prefix): False for option in row.options}
+        for option in row.options:
+            beginnings[option.lead, option.prefix] |= bool(option.evidence[2])
+        for beginning, has_suffix in beginnings.items():
+            key = (row.entry.labels, row.entry.split, *beginning)
+            counts[key] += 1
+            named[key] += has_suffix
 
     def counted(row: _Row, option: _Option) -> _Option:
         tail, is_in_split, *others = option.evidence
-        count = counts[row.entry.labels, row.entry.split, option.lead, option.prefix]
-        return option._replace(evidence=(tail, is_in_split, count, *others))
+        key = (row.entry.labels, row.entry.split, option.lead, option.prefix)
+        return option._replace(evidence=(tail, is_in_split, named[key], counts[key], *others))
 
     return [row._replace(options=[counted(row, o) for o in row.options]) for row in rows]
 

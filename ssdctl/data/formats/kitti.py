@@ -60,7 +60,9 @@ def _read_folder(
     root, labels = finder.root, folder.relative_to(finder.root).as_posix()
     texts = (PurePosixPath(name) for name in files_below(folder))
     files = sorted(f for f in texts if f.suffix == ".txt" and not f.name.startswith("._"))
-    wanted = [Wanted(file.with_suffix("").as_posix(), labels, split) for file in files]
+    wanted = [
+        Wanted(file.with_suffix("").as_posix(), labels, split, is_label_file=True) for file in files
+    ]
     found = finder.find(wanted, folder)
     absent = [file for file, item in zip(files, found, strict=True) if item is None]
     refuse(folder.parent / IMAGES, "images of labels are missing", absent)

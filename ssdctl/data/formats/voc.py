@@ -27,7 +27,7 @@ from ssdctl.data.annotations import (
     split_of,
     without_copies,
 )
-from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, nfc
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, nfc, stem_of
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
     files_below,
@@ -233,10 +233,11 @@ def _find_images(
             entry = Wanted(path.as_posix(), xml.top.as_posix())
         size = (image.width, image.height)
         entry = entry._replace(size=size, is_label_file=True, folder=folder)
-        own = entry.name + name.suffix if name.stem == nfc(xml.path.stem) else entry.name
-        wanted.append(entry._replace(name=own))
-        is_own = named[image.file_name] == 1 and name.stem not in stems
-        others.append(entry._replace(name=image.file_name if is_own else ""))
+        stem = stem_of(name.name)
+        suffix = name.name.removeprefix(stem)
+        wanted.append(entry._replace(suffix=suffix if stem == nfc(xml.path.stem) else ""))
+        is_own = named[image.file_name] == 1 and stem not in stems
+        others.append(entry._replace(name=stem if is_own else "", suffix=suffix))
     found = finder.find(wanted, finder.root, may_share=True)
     second = finder.find(others, finder.root, may_share=True)
     both = [
