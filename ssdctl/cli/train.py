@@ -187,10 +187,12 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
 
 def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
     from ssdctl.data.dataset import warning_without_validation
+    from ssdctl.data.store_folder import dataset_folders
     from ssdctl.training import description
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
-        call.console.warning(warning_without_validation(root))
+        folders = dataset_folders(plan.config.data)
+        call.console.warning(warning_without_validation(*folders))
     for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
         call.console.warning(warning)
 

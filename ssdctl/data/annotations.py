@@ -173,6 +173,18 @@ def root_folder(root: Path) -> Path:
     return root.parent if root.is_file() else root
 
 
+def relative_folder(path: Path, root: Path) -> str:
+    """Return a path relative to the dataset folder if it is below it, else absolute."""
+    path, base = path.absolute(), root_folder(root).absolute()
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+
+
+def paths_below(folder: str, names: Sequence[str]) -> list[str]:
+    """Return the paths of images from the dataset folder; names, if the folder is not below it."""
+    prefix = "" if folder == "." or folder.startswith("/") else f"{folder}/"
+    return [f"{prefix}{name}" for name in names]
+
+
 @lru_cache
 def split_of(path: str) -> str | None:
     """Return the split that a path below the dataset folder names, as `b/train/instances_val.json`.
@@ -324,6 +336,10 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
             )
         kind = "image listed twice, merged with the first entry"
         findings.append(Finding(kind, int(ids[row]), None, names[row]))
+    firsts = {int(ids[row]): int(ids[rows[row]]) for row in np.flatnonzero(~is_first)}
+    findings = [
+        msgspec.structs.replace(f, image_id=firsts.get(f.image_id, f.image_id)) for f in findings
+    ]
     merged = annotations._replace(rows=rows[annotations.rows], findings=())
     return merged.with_images(is_first)._replace(findings=findings)
 

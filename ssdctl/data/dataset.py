@@ -30,6 +30,7 @@ from ssdctl.data.annotations import (
     Conversion,
     one_image_per_file,
     refuse,
+    relative_folder,
     split_of,
     with_classes,
 )
@@ -45,6 +46,7 @@ from ssdctl.data.image_files import (
     is_image,
     size_or_none,
 )
+from ssdctl.data.store_folder import prepare_command
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS
@@ -92,7 +94,7 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
         return splits[name]
     remedy = "name its images and annotations in dataset.toml"
     if name == "val":
-        remedy += ", or create one with `ssdctl prepare --split 0.9`"
+        remedy += f", or create one with `{prepare_command(root, None, '--split', '0.9')}`"
     raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
 
 
@@ -104,11 +106,11 @@ def require_root(root: Path) -> None:
         )
 
 
-def warning_without_validation(root: Path) -> str:
+def warning_without_validation(root: Path, folder: Path) -> str:
     """Return a warning that a dataset has no validation split, with the command that makes one."""
     return (
         f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
-        f"images: ssdctl prepare --data {quoted(root)} --split 0.9"
+        f"images: {prepare_command(root, folder, '--split', '0.9')}"
     )
 
 
@@ -179,7 +181,8 @@ def read_and_convert(
         # An entry that is listed twice must not be in both parts.
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
-        train, val = divided(whole, conversion.split, conversion.group)
+        below = relative_folder(whole.folder, root)
+        train, val = divided(whole, conversion.split, conversion.group, below)
         splits = {**splits, "train": train, "val": val}
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
 

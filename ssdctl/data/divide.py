@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations
+from ssdctl.data.annotations import Annotations, paths_below
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import counted
 
@@ -23,15 +23,18 @@ MIN_SHARE = 0.5  # of the images; fewer are taken for chance
 
 
 def divided(
-    annotations: Annotations, share: float, group: str | None = None
+    annotations: Annotations, share: float, group: str | None = None, folder: str = "."
 ) -> tuple[Annotations, Annotations]:
     """Divide a split: `share` of the images to train on, the others to validate.
 
-    Only an image's name decides where it goes: the same files are divided the same way everywhere,
-    and a few more images move few others. Names with the same match of the regular expression
-    `group` (or of its first group) stay together, and the share is approximate.
+    Only an image's path below the dataset folder decides where it goes: the same files are divided
+    the same way everywhere, and a few more images move few others. Paths with the same match of the
+    regular expression `group` (or of its first group) stay together, and the share is approximate.
+
+    Args:
+        folder: The folder of the file names, relative to the dataset folder.
     """
-    names = annotations.file_names
+    names = paths_below(folder, annotations.file_names)
     if len(names) < 2:
         images = counted(len(names), "image")
         raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
@@ -52,7 +55,7 @@ def divided(
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:
-    """Return which images are in the fold `I/K`; each image is in one of the K.
+    """Return which images, by path, are in the fold `I/K`; each image is in one of the K.
 
     Raises:
         UsageError: There are fewer groups than folds; or see `divided`.
@@ -65,7 +68,12 @@ def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[n
         raise UsageError(f"--fold {fold}: {len(sizes):,} {what} cannot be divided in {count}")
     order = _shuffled(sizes)
     middles = np.cumsum([sizes[name] for name in order]) - [sizes[name] / 2 for name in order]
-    parts = dict(zip(order, (middles * count / len(groups)).astype(int), strict=True))
+    parts = dict(zip(order, (middles * count / len(groups)).astype(int).tolist(), strict=True))
+    if len({*parts.values()}) < count:  # a group is larger than a fold
+        filled = [0] * count
+        for name in sorted(order, key=lambda name: -sizes[name]):
+            parts[name] = filled.index(min(filled))
+            filled[parts[name]] += sizes[name]
     return np.array([parts[name] == number - 1 for name in groups], np.bool_)
 
 

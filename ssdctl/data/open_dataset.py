@@ -20,6 +20,8 @@ from ssdctl.data.annotations import (
     SPLITS,
     Annotations,
     Conversion,
+    paths_below,
+    relative_folder,
 )
 from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
@@ -32,6 +34,7 @@ from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import (
     dataset_folders,
     is_cached_store,
+    prepare_command,
     require_dataset,
     usual_store,
 )
@@ -47,7 +50,7 @@ MAX_CHECKED = 200_000  # images of a split that are compared with their fingerpr
 def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outcome:
     """Check the dataset of a config and write its store.
 
-    Without --from, --split and --classes those of the last time are used.
+    Of --from, --split, --group, --classes and --image-dir, those not given are of the last time.
 
     Raises:
         UsageError: Options that exclude each other, or do not apply.
@@ -68,23 +71,18 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
             f"--group {options.group} without --split",
             hint="add the share to train on: --split 0.9",
         )
-    conversion = Conversion(
-        source, options.split, options.classes, options.image_dir, options.group
-    )
-    last, is_remembered = _last(root, folder), not conversion
-    if is_remembered and last:
-        log.info("using the options of the last time: %s; other options replace them", last)
-    if is_remembered:
-        conversion = last
-    elif conversion.source is None:
-        conversion = msgspec.structs.replace(conversion, source=last.source)
+    given = Conversion(source, options.split, options.classes, options.image_dir, options.group)
+    last = msgspec.structs.asdict(_last(root, folder))
+    remembered = {name: value for name, value in last.items() if not getattr(given, name)}
+    if kept := Conversion(**remembered):
+        log.info("using the options of the last time: %s; other ones replace them", kept)
     return prepare(
         root,
         folder,
         options,
-        conversion,
+        msgspec.structs.replace(given, **remembered),
         force=force,
-        is_remembered=is_remembered,
+        is_remembered=given.split is None,
         progress=progress,
     )
 
@@ -116,7 +114,7 @@ def open_dataset(
     require_root(root)
     changed = _changes(root, folder)
     if changed:
-        log.info("indexing %s again, as `ssdctl prepare --data %s` does", root, root)
+        log.info("indexing %s again, as `%s` does", root, prepare_command(root, folder))
     elif changed is None:
         log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
     elif is_cached_store(folder):
@@ -186,8 +184,9 @@ def fold_rows(split: Split, fold: str, group: str | None) -> NDArray[np.int64]:
         group: As in `divided`; None: that of `prepare`.
     """
     annotations = index.read_annotations(split.index_file)
-    group = group or index.require_metadata(split.index_file).made.conversion.group
-    return np.flatnonzero(is_held_out(annotations.file_names, fold, group))
+    metadata = index.require_metadata(split.index_file)
+    paths = paths_below(metadata.images, annotations.file_names)
+    return np.flatnonzero(is_held_out(paths, fold, group or metadata.made.conversion.group))
 
 
 def without_images(split: Split, images: NDArray[np.int64]) -> Split:
@@ -226,7 +225,7 @@ def count_images(
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
-    if changed or has_packed_images(folder) or not is_known:
+    if changed or has_packed_images(folder) or not is_known or fold is not None:
         resolved = resolve_images(unprepared)
         # `prepare` has refused a dataset without boxes: not its packed images are the reason.
         if changed or check(resolved["train"][0]).objects.num_trained().any():
@@ -235,7 +234,9 @@ def count_images(
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
     if fold is not None:
-        is_used = ~is_held_out(annotations.file_names, fold, group or _last(root, folder).group)
+        below = relative_folder(annotations.folder, root)
+        paths = paths_below(below, annotations.file_names)
+        is_used = ~is_held_out(paths, fold, group or _last(root, folder).group)
         num_val = int((~is_used).sum())
     trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
     background = int((checked.is_empty & is_used).sum())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +33,7 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     Finding,
+    relative_folder,
     root_folder,
 )
 from ssdctl.data.check import (
@@ -77,13 +77,12 @@ from ssdctl.data.sources import (
     contents_of,
     label_files,
     note_unlisted,
-    relative_folder,
     unlisted_images,
     versions_of,
     write_sources,
 )
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import is_cached_store, usual_store
+from ssdctl.data.store_folder import is_cached_store, prepare_command
 from ssdctl.errors import DataError, DiskError, SsdctlError
 from ssdctl.files import (
     DECODE_ERRORS,
@@ -121,7 +120,7 @@ def prepare(
 
     Args:
         force: Write it again even if nothing changed.
-        is_remembered: The conversion is the last one, not the user's choice for this call.
+        is_remembered: The conversion's --split is the last one, not chosen for this call.
         keep_images: Write only indexes if the store has packed images, whose options replace the
             config's.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
@@ -332,17 +331,15 @@ def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
 
 def _refuse_to_replace(store: _Store) -> NoReturn:
     root, folder, config = store.root, store.folder, store.config
-    command = ["ssdctl", "prepare", "--data", str(root)]
-    command += [] if folder == usual_store(root) else ["--store", str(folder)]
-    command += [] if config.shrink is None else ["--shrink", str(config.shrink)]
-    command += [] if config.encoding == "jpeg" else ["--encoding", config.encoding]
+    options = [] if config.shrink is None else ["--shrink", str(config.shrink)]
+    options += [] if config.encoding == "jpeg" else ["--encoding", config.encoding]
+    options += ["--verify-images"] * config.verify_images + ["--keep-damaged"] * config.keep_damaged
     made = index.read_made(folder)
     problem = "its packed images are not those of the dataset any more"
     if made is None:
         problem = "its packed images have no index: prepare was interrupted or refused"
-    raise DataError(
-        f"{folder}: {problem}", hint=f"only prepare replaces them: {shlex.join(command)}"
-    )
+    command = prepare_command(root, folder, *options)
+    raise DataError(f"{folder}: {problem}", hint=f"only prepare replaces them: {command}")
 
 
 def _prepare_split(

@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data import TOML, index
-from ssdctl.data.annotations import root_folder
+from ssdctl.data.annotations import relative_folder, root_folder
 from ssdctl.data.dataset import Resolved
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
@@ -116,12 +116,6 @@ def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: 
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found
-
-
-def relative_folder(path: Path, root: Path) -> str:
-    """Return a path relative to the dataset folder if it is below it, else absolute."""
-    path, base = path.absolute(), root_folder(root).absolute()
-    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
 def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[str]) -> None:

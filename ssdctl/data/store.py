@@ -30,6 +30,7 @@ from ssdctl.data import index
 from ssdctl.data.annotations import ClassName, root_folder
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
+from ssdctl.data.store_folder import prepare_command
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     disk_error,
@@ -41,7 +42,6 @@ from ssdctl.files import (
     safe_join,
     unreadable,
 )
-from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import allow_open_files
 
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
@@ -278,7 +278,7 @@ def image_folder(root: Path, metadata: index.Metadata) -> Path:
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
     made = index.read_made(folder)
     if made is None:
-        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {quoted(root)}")
+        raise DataError(f"{root}: not prepared", hint=prepare_command(root, folder))
     return {split: open_split(root, folder, split) for split in made.splits}
 
 

@@ -89,6 +89,13 @@ def usual_store(root: Path) -> Path:
     return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
 
 
+def prepare_command(root: Path, folder: Path | None = None, *options: str) -> str:
+    """Return the command that prepares a dataset in this store; None: the one without --store."""
+    is_usual = folder is None or folder in (usual_store(root), default_store(root))
+    store = "" if is_usual else f" --store {quoted(folder)}"
+    return " ".join([f"ssdctl prepare --data {quoted(root)}{store}", *options])
+
+
 def is_cached_store(folder: Path) -> bool:
     """Return whether `default_store` chose this folder, since the dataset folder is read-only."""
     return folder.parent == _cache_folder() / "datasets"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from ssdctl.data.dataset import find
 from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
 from ssdctl.data.sources import changes
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, prepare_command
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy, length_of
@@ -27,7 +26,6 @@ from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named
-from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
@@ -79,8 +77,7 @@ def _dataset(root: Path, made: Made | None, metadata: list[Metadata]) -> Check:
 
 
 def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]) -> Check:
-    again = f"ssdctl prepare --data {quoted(root)}"
-    again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
+    again = prepare_command(root, folder)
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
         state = "incomplete, unreadable, or of another version" if has_index else "not prepared"

@@ -22,11 +22,11 @@ from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import read_made, require_metadata
 from ssdctl.data.open_dataset import without_images
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, prepare_command
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import counted, quoted
+from ssdctl.runtime.safe_text import counted
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import ModelFile
@@ -53,7 +53,7 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
+                hint=f"{prepare_command(root, folder)}, or name another one: --data DIR",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"
@@ -139,11 +139,19 @@ def rows_to_score(
         text += f", {int((~among).sum())} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         text += f", {empty} without objects (counted; skip with --annotated-only)"
+    require_images(rows, what)
     log.info("%s: %s", what, text)
     if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
         what = "images cannot be decoded and count as images without detections"
         log.warning("%d %s: %s", len(bad), what, bad[:5])
     return rows
+
+
+def require_images(images: NDArray[np.int64], what: str) -> None:
+    if not len(images):
+        raise DataError(
+            f"{what}: no image to score", hint="--annotated-only leaves out images without objects"
+        )
 
 
 def choose_precision(checkpoint: ModelFile, settings: EvaluateConfig, device: Device) -> str:

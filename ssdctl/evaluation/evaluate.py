@@ -39,6 +39,7 @@ from ssdctl.evaluation.choices import (
     choose_precision,
     dataset_category_ids,
     name_of_images,
+    require_images,
     rows_to_score,
     warn_of_images,
 )
@@ -303,6 +304,7 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
     image_ids = truth.image_ids
     if settings.annotated_only:
         image_ids = image_ids[np.unique(truth.rows)]
+    require_images(image_ids, f"{root}, split {name}")
     warnings = list[str]()
     if is_prepared(root, store):
         duplicates = require_metadata(index_path(store, name)).duplicates

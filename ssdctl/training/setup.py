@@ -172,8 +172,8 @@ def warn_about(plan: Plan, splits: Splits) -> None:
     if warning := warning_of_cut(plan):
         log.warning("%s", warning)
     if splits.val is None and not plan.config.train.fake_data:
-        root, _ = dataset_folders(plan.config.data)
-        log.warning("%s", warning_without_validation(root))
+        folders = dataset_folders(plan.config.data)
+        log.warning("%s", warning_without_validation(*folders))
     if splits.val is not None and splits.val_rows is None:
         for warning in splits.val.warnings:
             log.warning("%s", warning)

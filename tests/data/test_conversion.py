@@ -3,7 +3,7 @@
 import json
 import shlex
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 from data.formats import exports
@@ -47,8 +47,23 @@ def test_split_is_the_same_everywhere(undivided: Path) -> None:
     assert train.file_names == [name for name in names if name in train.file_names]
     assert len(train.ids) + len(val.ids) == len(document["annotations"])
     document["images"].reverse()
+    first = undivided / "train2017" / document["images"][0]["file_name"]
+    below = first.parent / "more" / first.name
+    below.parent.mkdir()
+    first.rename(below)  # the other images stay where they are, in the same part
     path.write_text(json.dumps(document))
-    assert set(names_of(undivided, Conversion(split=0.75))["val"]) == set(val.file_names)
+    again = {PurePath(name).name for name in names_of(undivided, Conversion(split=0.75))["val"]}
+    assert len(again & {*val.file_names}) >= 5
+
+
+def test_what_was_merged_is_counted_in_a_part(undivided: Path, tmp_path: Path) -> None:
+    path = undivided / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    document["images"] += [{**entry, "id": 900 + entry["id"]} for entry in document["images"]]
+    path.write_text(json.dumps(document))
+    prepared = prepare(undivided, tmp_path / "store", INDEX_ONLY, Conversion(split=0.75))
+    kinds = [kind for report in prepared.splits for kind in report.counts().items()]
+    assert ("image listed twice, merged with the first entry", 18) in kinds
 
 
 def test_a_note_of_the_reader_belongs_to_one_split(tmp_path: Path) -> None:

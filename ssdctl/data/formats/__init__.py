@@ -13,6 +13,7 @@ import contextlib
 import csv
 import io
 import math
+import mmap
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
 MAX_JSON_FILES = 50  # of a folder, whose beginnings tell whether a format is theirs
 ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
+MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
 COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
 ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
@@ -217,11 +219,16 @@ def json_files(path: Path, *words: bytes, depth: int = 2) -> list[Path]:
 
 
 def _has(path: Path, words: Sequence[bytes]) -> bool:
+    """Return whether a file has all words: at its ends, or anywhere if it is not large."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        head = file.read(ENDS_BYTES)
-        file.seek(max(os.fstat(file.fileno()).st_size - ENDS_BYTES, len(head)))
+        size, head = os.fstat(file.fileno()).st_size, file.read(ENDS_BYTES)
+        file.seek(max(size - ENDS_BYTES, len(head)))
         ends = head + file.read(ENDS_BYTES)
-        return all(word in ends for word in words)
+        rest = [word for word in words if word not in ends]
+        if not rest or not ENDS_BYTES < size <= MAX_SEARCHED_BYTES:
+            return not rest
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return all(content.find(word) >= 0 for word in rest)
     return False
 
 

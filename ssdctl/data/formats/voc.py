@@ -43,6 +43,7 @@ LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's 
 MAX_LIST_BYTES = 1 << 28
 STANDARD = ("JPEGImages", "images", "")  # folders of images; "": the dataset folder
 MAX_FILES = 20_000  # of the folder above, for a hint
+MAX_TRIED = 9  # XML files of a folder
 MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
 
 
@@ -64,11 +65,12 @@ _Xmls = dict[PurePosixPath, list[PurePosixPath]]  # paths by folder
 
 
 def recognize(path: Path) -> Path | None:
-    seen = set()
+    seen = Counter[str]()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
-        if file.lower().endswith(".xml") and not file.startswith("._") and folder not in seen:
-            seen.add(folder)
+        is_xml = file.lower().endswith(".xml") and not file.startswith("._")
+        if is_xml and seen[folder] < MAX_TRIED:
+            seen[folder] += 1
             if root_element(path / name) == "annotation":
                 return path / folder
     return None
@@ -81,7 +83,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     are for training.
     """
     files, notes = sorted(files_below(path), key=lambda name: (name.count("/"), name)), list[str]()
-    by_folder = _find_xmls(path, files)
+    by_folder = _find_xmls(path, files, notes)
     if not by_folder:
         raise DataError(
             f"{path}: not Pascal VOC's format: no folder of XML files (Annotations)",
@@ -121,14 +123,23 @@ def _refuse_missing(root: Path, xmls: list[_Xml], found: list[str | None]) -> No
     refuse(root, "images of annotations are missing", absent)
 
 
-def _find_xmls(root: Path, files: list[str]) -> _Xmls:
+def _find_xmls(root: Path, files: list[str], notes: list[str]) -> _Xmls:
+    """Return the XML files of the format; others beside them, as of GDAL, are noted."""
+    paths = [path for path in map(PurePosixPath, files) if path.suffix.lower() == ".xml"]
+    paths = [path for path in paths if not path.name.startswith("._")]  # metadata from macOS
+    names = in_threads(lambda path: root_element(root / path), paths)
     xmls: _Xmls = {}
-    for path in map(PurePosixPath, files):
-        if path.suffix.lower() == ".xml" and not path.name.startswith("._"):  # metadata from macOS
+    for path, name in zip(paths, names, strict=True):
+        if name in ("annotation", ""):  # "": not XML, an error when it is read
             xmls.setdefault(path.parent, []).append(path)
-    for folder, paths in list(xmls.items()):
-        if root_element(root / paths[0]) not in ("annotation", ""):
-            del xmls[folder]  # CVAT's, or of another program
+    others = [
+        path
+        for path, name in zip(paths, names, strict=True)
+        if path.parent in xmls and name not in ("annotation", "")
+    ]
+    if others:
+        text = "XML files that are no annotations, left out"
+        notes.append(f"{text}: {len(others):,}, such as {others[0]}")
     return xmls
 
 

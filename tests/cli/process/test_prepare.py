@@ -1,5 +1,6 @@
 """`ssdctl prepare` as users type it, and own datasets from the annotations to a score."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -25,6 +26,16 @@ def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
     result = cli("evaluate", "run/checkpoints/last.pt", "--device", "cpu")
     assert result.code == 3
     assert "has no split val" in result.err
+    assert cli("prepare", "--data", dataset, "--store", "s", "--classes", "ball").code == 0
+    advised = f"ssdctl prepare --data {dataset} --store s --split 0.9"
+    assert advised in cli("train", "--data", dataset, "--store", "s", "--dry-run").err
+    assert cli(*advised.split()[1:]).code == 0  # the index remembers --classes
+    assert cli("train", "--data", dataset, "--store", "s", "--dry-run").out.count("1 class: ball")
+    path = dataset / "annotations/instances_val2017.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
+    Path("found.json").write_text("[]")
+    result = cli("evaluate", "found.json", "--data", path, "--annotated-only")
+    assert (result.code, "no image to score" in result.err) == (3, True)
 
 
 def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -> None:

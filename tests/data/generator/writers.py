@@ -200,10 +200,12 @@ def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") 
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
             stems.append(f"{picture.folder}/{picture.stem}".lstrip("/"))
+            label = placed(labels, split, picture, suffix)
             if picture.things or not (lists and "no empty files" in world.flags):
                 folder = posixpath.dirname(path).rpartition("/")[2]
-                label = placed(labels, split, picture, suffix)
                 tree.write(label, voc_xml(picture, folder, world))
+            if "foreign files" in world.flags:  # of GDAL
+                tree.write(f"{label.rpartition('.')[0]}.0.aux.xml", "<PAMDataset/>")
         if lists:
             tree.write(f"{lists}/{split}.txt", "".join(f"{stem}\n" for stem in stems))
 
@@ -398,9 +400,10 @@ def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
                 shapes.append({**shape, "points": points, "shape_type": kind})
             label = placed(labels, split, picture, ".json")
             name = posixpath.relpath(path, posixpath.dirname(label) or ".")
-            content = {"version": "5.4.1", "flags": {}, "shapes": shapes, "imageData": None}
+            much = "A" * 70_000 * ("large" in world.flags)  # before the path, and after it
+            content = {"version": "5.4.1", "flags": {much: True}, "shapes": shapes}
             content["imagePath"] = name.replace("/", "\\") if "backslashes" in world.flags else name
-            size = {"imageHeight": picture.height, "imageWidth": picture.width}
+            size = {"imageData": much, "imageHeight": picture.height, "imageWidth": picture.width}
             tree.write(label, json.dumps({**content, **size}, ensure_ascii=False))
 
 
@@ -434,13 +437,13 @@ _COCO_1 = _COCO._replace(splits=_ONE)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
 _YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
 _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
-_VOC = Layout(("no folder", "no filename", "upper case"), crowds=True)
+_VOC = Layout(("no folder", "no filename", "upper case", "foreign files"), crowds=True)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "all", "other machine"), empties=False)
 _RETINANET = Layout(("header",), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
-_LABELME = Layout(("polygons",), named=False)
+_LABELME = Layout(("polygons", "large"), named=False)
 
 
 def _of(

@@ -116,6 +116,10 @@ def test_folds_have_the_same_size_and_more_images_move_few() -> None:
         assert (np.abs(held.sum(axis=1) - 25) <= most).all()
     more = is_held_out([*names, "new.jpg"], "1/4", None)[:-1]
     assert (more != is_held_out(names, "1/4", None)).sum() <= 2  # one more image moves few others
+    clips = [
+        f"{name}_{n}.jpg" for name, count in (("a", 4), ("b", 4), ("c", 30)) for n in range(count)
+    ]
+    assert sorted(is_held_out(clips, f"{n}/3", "^.").sum() for n in (1, 2, 3)) == [4, 4, 30]
     with pytest.raises(UsageError, match="cannot be divided"):
         is_held_out(names[:3], "1/4", None)
 
