@@ -95,7 +95,8 @@ def _close(call: Call, outcome: Outcome) -> None:
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
-    call.console.closing(facts, [command])
+    has_training = "train" in [report.split for report in outcome.splits]
+    call.console.closing(facts, [command] * has_training)
 
 
 def _show_notes(call: Call, outcome: Outcome) -> None:

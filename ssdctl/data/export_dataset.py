@@ -52,13 +52,18 @@ def export_dataset(
     """Write a dataset; return the number of images written for each split."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"--out {out}: exists already", hint="give a new folder")
+    out = out.resolve()
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     make_dir(partial)
     try:
         _write(splits, partial, target, progress)
         with disk_errors(out, "writing"):
-            partial.rename(out)
+            if out.exists():  # it may be the current folder
+                for path in partial.iterdir():
+                    path.rename(out / path.name)
+            else:
+                partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {name: len(_rows(name, split)) for name, split in splits.items()}

@@ -312,6 +312,7 @@ class ImageFinder:
             -min(usual, default=len(self.standard)),
             bool(labels[:-1]) and folders[:-1] == labels[:-1],
         )
+        is_beside = bool(labels[:-1]) and before[:-1] == labels[:-1] and before != labels
         is_relative = is_plain_name(entry.name.replace("\\", "/"))
         lead = [*([*EXACT, "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
         return _Option(
@@ -320,7 +321,7 @@ class ImageFinder:
             tail=tail,
             lead=tuple(lead),
             prefix="/".join(before),
-            is_beside=entry.is_label_file and bool(labels[:-1]) and before[:-1] == labels[:-1],
+            is_beside=entry.is_label_file and is_beside,
             evidence=evidence,
         )
 

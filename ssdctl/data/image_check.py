@@ -50,6 +50,7 @@ from ssdctl.data.image_files import (
     SKETCH_BYTES,
     FingerprintColumns,
     changed_images,
+    is_uncompressed,
     require_image_folder,
 )
 from ssdctl.errors import DataError, DiskError
@@ -99,12 +100,14 @@ def check_image(
     """
     with read_errors(path), open(path, "rb", buffering=0) as file:  # noqa: PTH123 - millions of them
         status = os.fstat(file.fileno())
-        read_all = config.pack or config.verify_images or status.st_size <= HEAD_BYTES
+        is_whole = is_uncompressed(str(path))
+        read_all = is_whole or config.pack or config.verify_images or status.st_size <= HEAD_BYTES
         content = file.readall() if read_all else file.read(HEAD_BYTES)
         tail = content[-SKETCH_BYTES:]
         if not read_all:
             tail = os.pread(file.fileno(), SKETCH_BYTES, status.st_size - SKETCH_BYTES)
         sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
+        sketch = zlib.crc32(content) if is_whole else sketch
         fingerprint = (status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
             # Usually the first and last bytes show that it can be used.

@@ -25,6 +25,8 @@ IMAGE_SUFFIXES = frozenset(
 )
 CHUNK_FILES = 64  # that a thread looks at before it takes others
 SKETCH_BYTES = 4096
+# Of these formats, files with other pixels may have the same size, beginning and end.
+UNCOMPRESSED = (".bmp", ".pbm", ".pgm", ".ppm", ".pnm", ".tga", ".tif", ".tiff")
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,8 +135,14 @@ def changed_images(
     return [name for name, found in zip(names, same, strict=True) if not found]
 
 
+def is_uncompressed(path: str) -> bool:
+    return path.lower().endswith(UNCOMPRESSED)
+
+
 def _sketch(path: str, num_bytes: int) -> int:
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
+        if is_uncompressed(path):
+            return zlib.crc32(file.readall())
         head = file.read(SKETCH_BYTES)
         tail = os.pread(file.fileno(), SKETCH_BYTES, max(num_bytes - SKETCH_BYTES, 0))
     return zlib.crc32(tail, zlib.crc32(head))

@@ -83,7 +83,7 @@ from ssdctl.data.sources import (
 )
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store, prepare_command
-from ssdctl.errors import DataError, DiskError, SsdctlError
+from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
@@ -238,6 +238,14 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
 
 
 def _make_store_dir(folder: Path) -> None:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if not all(name == ".lock" or name.endswith(".tmp") for name in names) and not any(
+        name.endswith(".arrow") for name in names
+    ):
+        raise UsageError(
+            f"{folder}: has other files than those of a store, such as {min(names)}",
+            hint="give an empty folder, or a new one: --store DIR",
+        )
     try:
         make_dir(folder)
         with disk_errors(folder, "writing"):

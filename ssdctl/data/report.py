@@ -48,7 +48,8 @@ class ObjectSizes(msgspec.Struct, frozen=True):
     median: tuple[float, float]  # width, height; 0 without boxes
     unmatched_share: float  # share of the boxes that overlap no default box
     unmatched_median: tuple[float, float]
-    fitting_tile: int | None  # in tiles of as many pixels the median object is large enough
+    fitting_tile: int | None  # in tiles of as many pixels the median object is large enough; None:
+    # they would not be smaller than the images
 
 
 class SplitReport(msgspec.Struct, frozen=True):
@@ -115,7 +116,12 @@ def object_sizes(objects: Objects) -> ObjectSizes:
     boxes = boxes[:: -(-len(boxes) // MAX_COMPARED) or 1]
     unmatched = boxes[~can_match(boxes)]
     share = round(len(unmatched) / max(len(boxes), 1), 4)
-    tile = fitting_tile(objects.boxes[objects.is_trained])
+    whole, tile = objects.fractions[objects.is_trained], None
+    if len(whole):
+        pixels = objects.boxes[objects.is_trained][:, 2:]
+        longest = np.median((pixels / (whole[:, 2:] - whole[:, :2])).max(axis=1))  # image's side
+        tile = fitting_tile(objects.boxes[objects.is_trained])
+        tile = tile if tile is not None and tile < longest else None
     return ObjectSizes(_median(boxes), share, _median(unmatched), tile)
 
 
@@ -158,7 +164,9 @@ def summary_warnings(
         warnings.append(
             f"{sizes.unmatched_share:.0%} of the boxes match no default box of SSD300 (median "
             f"{width:.0f} x {height:.0f} of {IMAGE_SIZE} x {IMAGE_SIZE} pixels), so few of these "
-            f"objects will be found: train in tiles, --tile {sizes.fitting_tile}"
+            "objects will be found"
+            + f": train in tiles, --tile {sizes.fitting_tile}"
+            * (sizes.fitting_tile is not None)
         )
     return warnings
 

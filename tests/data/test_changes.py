@@ -1,5 +1,6 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
+import io
 import logging
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY_RUN, Cli
 from data.formats import exports
+from PIL import Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Conversion
@@ -82,6 +84,19 @@ def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:
     files = dict.fromkeys(("metrics.jsonl", "logs.txt", "data.yaml"), "")
     exports.tree(root / "runs/a", {"drawn.jpg": None, **files})
     assert is_prepared(root, root / "prepared")
+
+
+def test_other_pixels_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> None:
+    root = exports.tree(tmp_path, {"a.txt": "0 .5 .5 .1 .1\n", "classes.txt": "bolt\n"})
+    for left in (20, 90):
+        image = Image.new("RGB", (160, 120))
+        image.paste("red", (left, 50, left + 9, 60))
+        image.save(root / "a.bmp")
+        outcome = prepare(root, root / "store", PrepareConfig())
+        assert not outcome.unchanged
+        images = open_dataset(root, root / "store")["train"].images
+        with Image.open(io.BytesIO(images.read(0))) as packed:
+            assert packed.convert("RGB").getpixel((left + 5, 55)) == (255, 0, 0)
 
 
 PACKED = pytest.mark.parametrize(

@@ -114,17 +114,22 @@ def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> li
         return whole_number(text, f"{path}: {tag}") if text else default
 
     by_frame: dict[int, list[LabeledBox]] = {}
+    incomplete = set[int]()
     for track in tree.iterfind("track"):
         for element in track:
+            if element.get("outside") == "1":
+                counts[OUTSIDE] += 1
+                continue
+            location = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
+            frame = whole_number(element.get("frame", ""), f"{location}: frame")
+            boxes = by_frame.setdefault(frame, [])
+            known = len(boxes)
             if element.tag not in SHAPES:
                 counts[f"{element.tag} shapes"] += 1
-            elif element.get("outside") == "1":
-                counts[OUTSIDE] += 1
             else:
-                location = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
-                frame = whole_number(element.get("frame", ""), f"{location}: frame")
-                boxes = _boxes(element, track.get("label"), location, counts)
-                by_frame.setdefault(frame, []).extend(boxes)
+                boxes += _boxes(element, track.get("label"), location, counts)
+            if len(boxes) == known:
+                incomplete.add(frame)
     first, last = meta("start_frame", 0), meta("stop_frame", meta("size", 0) - 1)
     for file in map(PurePosixPath, files_below(root) if by_frame else ()):
         match = FRAME.fullmatch(file.stem)
@@ -132,7 +137,12 @@ def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> li
             by_frame.setdefault(int(match[1]), [])
     width, height = meta("original_size/width", 0), meta("original_size/height", 0)
     return [
-        (None, LabeledImage(f"frame_{number:06d}", width, height, boxes))
+        (
+            None,
+            LabeledImage(
+                f"frame_{number:06d}", width, height, boxes, is_complete=number not in incomplete
+            ),
+        )
         for number, boxes in sorted(by_frame.items())
     ]
 

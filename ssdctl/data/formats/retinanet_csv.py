@@ -62,7 +62,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         raise DataError(f"{path}: no CSV file with rows of {','.join(ORDER)}")
     images = {file: _images(file) for file in files}
     used = {box.name for part in images.values() for i in part.values() for box in i.boxes}
-    return from_files(root, images, image_dir, notes, _classes(root, used))
+    return from_files(root, images, image_dir, notes, _classes(root, used, notes))
 
 
 def _images(file: Path) -> dict[str, LabeledImage]:
@@ -85,7 +85,7 @@ def _images(file: Path) -> dict[str, LabeledImage]:
     return images
 
 
-def _classes(root: Path, used: set[str]) -> list[str] | None:
+def _classes(root: Path, used: set[str], notes: list[str]) -> list[str] | None:
     """Return the names of a file of names and numbers from 0 that has all used ones."""
     for file in csv_files(root):
         if len(csv_header(file)) != 2:
@@ -94,4 +94,6 @@ def _classes(root: Path, used: set[str]) -> list[str] | None:
         names = [name for name, _ in sorted(rows, key=lambda row: int(row[1]))]
         if used and used <= set(names) and len(set(names)) == len(names):
             return names
+        if absent := sorted(used - set(names)) if used & set(names) else []:
+            notes.append(f"{file.name} lacks the class {absent[0]}: classes are sorted by name")
     return None

@@ -120,7 +120,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     by_split = _with_unnamed(finder, labels, named, notes)
     notes += _unused_labels(root, texts, used, elsewhere)
     splits = {
-        split: _read_split(root, files, labels, names, "kpt_shape" in content)
+        split: _read_split(root, files, labels, names, notes, "kpt_shape" in content)
         for split, files in by_split.items()
     }
     if not any(image.boxes for images in splits.values() for image in images):
@@ -403,16 +403,24 @@ def _read_split(
     files: list[str],
     labels: Mapping[str, PurePosixPath],
     names: list[str],
+    notes: list[str],
     keypoints: bool,
 ) -> list[LabeledImage]:
+    repeated = Counter[str]()
+
     def read_image(file: str) -> LabeledImage:
         width, height = size_or_none(root / file, upright=True)
         has_labels = file in labels
         lines = _boxes(root / labels[file], names, keypoints) if width and has_labels else []
         boxes = dict.fromkeys(in_pixels(box, width, height) for box in lines)
+        repeated[file] = len(lines) - len(boxes)
         return LabeledImage(file, width, height, list(boxes), has_labels)
 
-    return in_threads(read_image, files)
+    images = in_threads(read_image, files)
+    if count := repeated.total():
+        file = next(file for file in files if repeated[file])
+        notes.append(f"lines with a box that another has, left out: {count:,}, such as of {file}")
+    return images
 
 
 def _unused_labels(

@@ -61,6 +61,13 @@ def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
     result = cli("dataset", "export", dataset, "--to", "yolo", "--out", "out")
     assert (result.code, "--out" in result.err) == (2, True), result.err
     assert [p.name for p in Path("out").iterdir()] == ["mine.txt"]
+    result = cli("prepare", "--data", dataset, "--store", "out")
+    assert (result.code, "mine.txt" in result.err) == (2, True), result.err
+    Path("out/mine.txt").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("out")
+        assert cli("dataset", "export", dataset, "--to", "yolo", "--out", ".").code == 0
+        assert Path("data.yaml").is_file()
 
 
 def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:

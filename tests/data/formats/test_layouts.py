@@ -281,12 +281,14 @@ def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
 def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
     box = '<box frame="4" outside="0" xtl="1" ytl="2" xbr="40" ybr="30"/>'
     meta = "<task><size>9</size><start_frame>2</start_frame><stop_frame>5</stop_frame></task>"
-    track = f'<track id="5" label="x">{box}</track>'
+    line = '<polyline frame="2" outside="0" points="1,2;3,4"/>'  # of an object without a box
+    track = f'<track id="5" label="x">{box}{line}</track>'
     xml = f"<annotations><meta>{meta}</meta>{track}</annotations>"
     images = dict.fromkeys(f"images/frame_{n:06d}.png" for n in (1, 2, 4, 5, 6))
     exports.tree(tmp_path, {**images, "annotations.xml": xml})
     report = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0]
     assert (report.images, report.trainable) == (3, 1)
+    assert [kind for kind in report.counts() if "may show objects" in kind]
     assert report.notes[-1].endswith("2, such as images/frame_000001.png")
 
 
