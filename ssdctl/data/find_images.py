@@ -287,6 +287,11 @@ class ImageFinder:
             files = self.by_stem.get(stem_of(names[-1]), [])
             if is_image_name(names[-1]):
                 files = [file for file in files if self.files[file][-1] == names[-1]]
+        # Others are worse, and a video's frames have the names of those of each other video.
+        near = [f for f in files if len(names) > 1 and self.files[f][-2:-1] == names[-2:-1]]
+        return self._fitting(entry, names, near) or self._fitting(entry, names, files)
+
+    def _fitting(self, entry: Wanted, names: list[str], files: list[str]) -> list[_Option]:
         options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
 
