@@ -46,7 +46,7 @@ from ssdctl.data.image_files import (
     is_image,
     size_or_none,
 )
-from ssdctl.data.store_folder import prepare_command
+from ssdctl.data.usual_store import prepare_command
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS

@@ -31,14 +31,9 @@ from ssdctl.data.prepare import has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
-from ssdctl.data.store_folder import (
-    dataset_folders,
-    is_cached_store,
-    prepare_command,
-    require_dataset,
-    usual_store,
-)
+from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
+from ssdctl.data.usual_store import is_cached_store, prepare_command, usual_store
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress

@@ -82,7 +82,7 @@ from ssdctl.data.sources import (
     write_sources,
 )
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import is_cached_store, prepare_command
+from ssdctl.data.usual_store import is_cached_store, prepare_command
 from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdctl.data import TOML
+from ssdctl.data.usual_store import cache_folder, is_writable, usual_store
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted
-from ssdctl.runtime.system import user_temporary_dir
 
 if TYPE_CHECKING:
     from ssdctl.config import Config, DataConfig
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
-STORE_NAME = "prepared"
 
 
 def default_root() -> Path:
@@ -75,43 +74,13 @@ def with_absolute_data(config: Config) -> Config:
 def default_store(root: Path) -> Path:
     """Return the store's folder of the dataset in `root` if the user names none."""
     folder = usual_store(root)
-    if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
+    if not root.exists() or is_writable(folder if folder.exists() else folder.parent):
         return folder
     from ssdctl.data.sources import is_prepared
 
     if folder.exists() and is_prepared(root, folder):
         return folder
-    return _cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
-
-
-def usual_store(root: Path) -> Path:
-    """Return the folder of the store in a dataset folder, or beside a file such as data.yaml."""
-    return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
-
-
-def prepare_command(root: Path, folder: Path | None = None, *options: str) -> str:
-    """Return the command that prepares a dataset in this store; None: the one without --store."""
-    is_usual = folder is None or folder in (usual_store(root), default_store(root))
-    store = "" if is_usual else f" --store {quoted(folder)}"
-    return " ".join([f"ssdctl prepare --data {quoted(root)}{store}", *options])
-
-
-def is_cached_store(folder: Path) -> bool:
-    """Return whether `default_store` chose this folder, since the dataset folder is read-only."""
-    return folder.parent == _cache_folder() / "datasets"
-
-
-def _cache_folder() -> Path:
-    """Return `ssdctl` in the user's cache folder, or a folder in /tmp if the cache is read-only."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    existing = next((path for path in (base, *base.parents) if path.exists()), base)
-    if _is_writable(existing):
-        return base / "ssdctl"
-    return user_temporary_dir()
-
-
-def _is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
+    return cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
 
 
 def _key(root: Path) -> str:

@@ -18,7 +18,8 @@ from ssdctl.data.dataset import find
 from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
 from ssdctl.data.sources import changes
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import dataset_folders, prepare_command
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.usual_store import prepare_command
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy, length_of

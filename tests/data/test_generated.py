@@ -449,7 +449,7 @@ def check_refusal(world: World, text: str) -> None:
         return
     if is_ambiguous(world):
         assert any(name in text for name in world.decoys), text
-    else:
+    elif not ("fit several files" in text and any(p.is_missing for p in world.pictures)):
         check_report(world, text)
 
 
