@@ -300,7 +300,7 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
     cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         if "read-only" in world.options:
-            patch.setattr(store_folder, "_is_writable", lambda path: cache in (path, *path.parents))
+            patch.setattr(store_folder, "is_writable", lambda path: cache in (path, *path.parents))
             patch.setenv("XDG_CACHE_HOME", str(cache))
         root, used = dataset_folders(config.data)
         open_dataset(root, used)
