@@ -185,7 +185,7 @@ def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
         call.console.warning(
             f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
         )
-        request = resumed(request, call.config.train.resume)
+        request = resumed(request)
         engine = engine.configure(call.config, request)
         job = make_job(engine, request, read_node())
 

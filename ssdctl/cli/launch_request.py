@@ -65,6 +65,7 @@ def configure_launch(
         hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
         own_names=own_names(),
         run_folder=None if rest else str(run_dir(call.config)),
+        resume=None if rest else call.config.train.resume,
         is_dry_run=is_dry_run,
         is_written=is_written,
     )
@@ -109,15 +110,11 @@ def _count_images(config: Config) -> DatasetSize | None:
     return size if size.trainable else None
 
 
-def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:
-    """Return the request for the next attempt of a job that crashed; `resume` is the setting.
-
-    A file remains: the run's own checkpoints come first if there are any.
-    """
+def resumed(request: LaunchRequest) -> LaunchRequest:
+    """Return the request for the next attempt of a job that crashed."""
     command = request.command
-    is_auto = resume in ("auto", "never")
-    if command[0] == "train" and is_auto and command[-1] != "--resume=auto":
-        command = (*command, "--resume=auto")  # `never` applies only to the first attempt
+    if request.resumes_automatically and command[-1] != "--resume=auto":
+        command = (*command, "--resume=auto")
     return dataclasses.replace(request, command=command)
 
 

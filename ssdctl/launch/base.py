@@ -51,12 +51,21 @@ class LaunchRequest:
     hosts: tuple[str, ...] = ()  # in the order of the host file
     own_names: tuple[str, ...] = ()  # this machine's; what other machines use comes first
     run_folder: str | None = None  # a training writes it
+    resume: str | None = None  # `--resume` of a training
     is_dry_run: bool = False  # only shown: what is missing is a warning, not an error
     is_written: bool = False  # into a file, which may run on another machine
 
     @property
     def ranks_per_node(self) -> int:
         return self.count // self.config.nodes
+
+    @property
+    def resumes_automatically(self) -> bool:
+        """Return whether a restart is given `--resume=auto`.
+
+        A file remains: the run's own checkpoints come first if there are any.
+        """
+        return self.resume in ("auto", "never")  # `never` applies only to the first attempt
 
     @property
     def is_planned(self) -> bool:
@@ -281,8 +290,3 @@ def last_value(command: Sequence[str], option: str) -> str | None:
         elif word.startswith(f"{option}="):
             value = word.partition("=")[2]
     return value
-
-
-def resume_setting(request: LaunchRequest, variables: Mapping[str, str]) -> str | None:
-    """Return the `--resume` of a launched training, or None."""
-    return last_value(request.command, "--resume") or variables.get("SSDCTL_TRAIN__RESUME")

@@ -25,8 +25,7 @@ from ssdctl.launch.base import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
-REQUESTED = ("nodes", "restarts", "patch", "variables")  # not settings of Kubernetes
-RESUMED = {"SSDCTL_TRAIN__RESUME": "/runs/a.pt"}
+REQUESTED = ("nodes", "restarts", "patch", "resume")  # not settings of Kubernetes
 VOYAGER = """
 [launch]
 cluster = "voyager"
@@ -277,8 +276,7 @@ def test_only_crashes_are_tried_again() -> None:
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.
-        (("train", "--resume", "/runs/a.pt"), {"restarts": 1}, "--resume /runs/a.pt"),
-        (("train",), {"restarts": 1, "variables": RESUMED}, "--resume /runs/a.pt"),
+        (("train",), {"restarts": 1, "resume": "/runs/a.pt"}, "--resume /runs/a.pt"),
         (("train",), {"image": None}, "kubernetes.image"),
         (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),

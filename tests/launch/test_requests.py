@@ -108,6 +108,8 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     )
     if runs_mpirun and ":" in wished:
         wrong.append("':'")
+    is_named = any("resume" in word for word in wished)
+    wrong += ["--resume"] * (launcher == "kubernetes" and "--restarts=1" in words and is_named)
     options = () if rest else wished[1:]
     return Launch(plural, count, nodes, launcher, cores, (*words, *options), rest, wished, texts,
                   tuple(wrong))  # fmt: skip
@@ -120,8 +122,9 @@ def launched(draw: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if draw(st.booleans()):
         words = ("predict", "--out=/runs/a", "--", *texts)
         return words, words
-    flags = ["--data", "--out", "--init", "--mllog"]
-    return (), ("train", *(f"{flag}={text}" for flag, text in zip(flags, texts, strict=False)))
+    resume = draw(st.sampled_from([(), ("--set=train.resume=never",), ("--set=train.resume=a",)]))
+    options = zip(["--data", "--out", "--mllog"], texts, strict=False)
+    return (), ("train", *resume, *(f"{flag}={text}" for flag, text in options))
 
 
 @pytest.fixture(autouse=True)
@@ -297,8 +300,11 @@ def check_slurm(plan: Any, launch: Launch) -> None:
     if (gres := options.get("gres")) is not None:
         assert int(gres.rpartition(":")[2]) == ranks
     with tempfile.TemporaryDirectory() as name:
-        asked = run_script(plan["script"], Path(name), SLURM_JOB_ID="1", SLURM_JOB_NODELIST="a")
+        variables = {"SLURM_JOB_NODELIST": "a", "SLURM_RESTART_COUNT": str(launch.count % 2)}
+        asked = run_script(plan["script"], Path(name), SLURM_JOB_ID="1", **variables)
         words = asked["srun"]
+    if launch.count % 2 and not launch.rest and "--set=train.resume=a" not in launch.wished:
+        assert words.pop() == "--resume=auto"
     program = words.index(str(Path(name) / "python"))
     assert words[program + 1 : program + 3] == ["-m", "ssdctl"]
     check_command(words[program + 3 :], launch)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from conftest import Cli
 from launch import plans
 
 from ssdctl.config.sections import SlurmConfig
@@ -57,10 +58,9 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: 
     assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
 
 
-def test_a_restart_keeps_a_checkpoint_that_is_named() -> None:
+def test_a_restart_keeps_a_checkpoint_that_is_named(cli: Cli) -> None:
     """The run's own checkpoints come first, so no progress is lost (`--resume FILE`)."""
-    for resume, is_auto in ((), True), (("--resume=never",), True), (("--resume", "a.pt"), False):
-        text = plan_for("cuda", 2, "train", *resume, restarts=1).text
-        assert text is not None
-        assert (text.count("--resume=auto") == 2) == is_auto
-        assert ("--resume=auto" in text) == is_auto
+    named = ["--resume=a.pt", "--set=train.resume=a.pt"]
+    for option in ["--seed=1", "--resume=never", "--set=train.resume=never", *named]:
+        text = cli("launch", "--cpus=2", "--launcher=slurm", option, "--dry-run").out
+        assert text.count("+=(--resume=auto)") == (0 if option in named else 2)

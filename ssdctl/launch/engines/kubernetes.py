@@ -34,7 +34,6 @@ from ssdctl.launch.base import (
     last_value,
     query,
     require_program,
-    resume_setting,
     submit_text,
 )
 from ssdctl.launch.engines._manifest import ManifestBuilder, read_volumes
@@ -76,11 +75,10 @@ class Kubernetes(BatchEngine):
         settings = self.settings
         for argument in (*settings.env, settings.install or ""):
             check_text(argument)
-        resume = resume_setting(request, request.variables)
-        if request.config.restarts and resume not in (None, "auto"):
+        if request.config.restarts and request.resume not in (None, "auto"):
             raise UsageError(
-                f"--resume {resume} and --restarts exclude each other in pods, since a restart "
-                "runs the same command",
+                f"--resume {request.resume} and --restarts exclude each other in pods, since a "
+                "restart runs the same command",
                 hint="leave one of them out",
             )
         missing, warnings = list(self._missing(request)), list[str]()

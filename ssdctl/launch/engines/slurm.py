@@ -28,7 +28,6 @@ from ssdctl.launch.base import (
     Write,
     query,
     require_program,
-    resume_setting,
     submit_text,
 )
 
@@ -119,9 +118,6 @@ class Slurm(BatchEngine):
         environment = dict(request.variables)
         if "OMP_NUM_THREADS" not in request.environment:
             environment["OMP_NUM_THREADS"] = str(cores)
-        # A checkpoint that is named remains: the run's own come first if there are any.
-        resumes_auto = resume_setting(request, request.environment) in (None, "auto", "never")
-        is_auto = request.command[0] == "train" and resumes_auto
         requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
         srun_options = [
             shlex.quote(_checked("srun_options", option)) for option in slurm.srun_options
@@ -133,7 +129,7 @@ class Slurm(BatchEngine):
             exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
             head="127.0.0.1" if config.nodes == 1 else HEAD,
             command=shlex.join((request.python, "-m", "ssdctl", *request.command)),
-            resume_after_requeue=requeued if is_auto else "",
+            resume_after_requeue=requeued if request.resumes_automatically else "",
             restarts=config.restarts,
             variable=EXITS_VARIABLE,
             python=shlex.quote(request.python),
@@ -141,7 +137,7 @@ class Slurm(BatchEngine):
             options="".join(f"{option} " for option in srun_options),
             cores=cores,
             count=request.count,
-            resume=f"  {RESUME}\n" if is_auto else "",
+            resume=f"  {RESUME}\n" if request.resumes_automatically else "",
             requeue=REQUEUE if slurm.requeue else "",
         )
         warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
