@@ -171,6 +171,8 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
 
 def rest_command(call: Call, rest: list[str]) -> list[str]:
     """Return the command after `--`, checked: it must exist and have these options."""
+    if rest[0] == "train":
+        raise UsageError("launch starts train by itself", hint="leave out the word train")
     commands = click_root(rest[0]).commands
     if rest[0] not in commands or rest[0] == "launch":
         close = difflib.get_close_matches(rest[0], commands, n=1)
@@ -181,8 +183,6 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
     tables = [(o.source.label, o.path) for o in call.overrides]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
     misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
-    if misplaced and rest[0] == "train":
-        raise UsageError("launch starts train by itself", hint="leave out the word train")
     if misplaced:
         raise UsageError(
             f"{misplaced[0]} is an option of train, but {rest[0]} is launched",

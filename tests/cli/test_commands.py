@@ -64,7 +64,7 @@ MISTAKES = [
     ("launch --gpus 8 --warmup 1200 --dry-run", 2, "--warmup 1200st"),
     ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
     ("launch --cpus 2 -- launch --cpus 2", 2, "'launch'"),
-    ("launch --cpus 2 -- train --batch-splits 3", 2, "--accumulate"),
+    ("launch --cpus 2 -- train --resume a.pt", 2, "leave out the word train"),
     # Options before -- are train's, and train is not what is launched.
     ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
     ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),

@@ -148,9 +148,9 @@ class Kubernetes(BatchEngine):
 
         option = "--dest" if command[0] == "download" else "--out"
         output = request.run_folder if command[0] == "train" else last_value(command, option)
-        is_printed = output is None and command[0] not in ("train", "download")  # as evaluate's
+        writes = command[0] in ("train", "download", "demo")  # others print if no folder is given
         path = posixpath.normpath(output or ".")
-        if not is_printed and not _is_in(path, writable):
+        if (writes or output is not None) and not _is_in(path, writable):
             example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
             more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
             yield UsageError(
