@@ -34,6 +34,8 @@ from ssdctl.training.plan import check_settings, make_plan
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
+# Commands for several ranks, besides train: they share the work, or examine the nodes.
+DISTRIBUTED_COMMANDS = {"benchmark train", "doctor", "evaluate"}
 
 
 def configure_launch(
@@ -45,7 +47,7 @@ def configure_launch(
     name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (
-        rest_command(call, rest)
+        rest_command(call, rest, count)
         if rest
         else train_command(call, device, has_files=not engine.runs_elsewhere)
     )
@@ -169,8 +171,11 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
     return [*arguments, f"--device={device}"]
 
 
-def rest_command(call: Call, rest: list[str]) -> list[str]:
-    """Return the command after `--`, checked: it must exist and have these options."""
+def rest_command(call: Call, rest: list[str], count: int) -> list[str]:
+    """Return the command after `--`, checked: it must exist and have these options.
+
+    Several ranks would write the same files if it does not share its work among them.
+    """
     if rest[0] == "train":
         raise UsageError("launch starts train by itself", hint="leave out the word train")
     commands = click_root(rest[0]).commands
@@ -194,6 +199,10 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
         parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
     except typer.Exit as end:  # after --help
         raise SystemExit(end.exit_code) from None
+    name = " ".join(rest[: 1 + hasattr(parsed, "commands")])
+    if count > 1 and name not in DISTRIBUTED_COMMANDS:
+        hint = "launch it with one device"
+        raise UsageError(f"{name} does not share its work among ranks", hint=hint)
     return rest[:1] + (
         parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
     )

@@ -65,6 +65,8 @@ MISTAKES = [
     ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
     ("launch --cpus 2 -- launch --cpus 2", 2, "'launch'"),
     ("launch --cpus 2 -- train --resume a.pt", 2, "leave out the word train"),
+    ("launch --cpus 2 -- predict a.pt a.jpg", 2, "predict does not share its work among ranks"),
+    ("launch --cpus 2 -- benchmark data", 2, "benchmark data does not share"),
     # Options before -- are train's, and train is not what is launched.
     ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
     ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),

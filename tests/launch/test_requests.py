@@ -120,7 +120,7 @@ def launched(draw: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the command after `--`, if one is given, and the words that ranks are to run."""
     texts = draw(st.lists(TEXT, min_size=1, max_size=3))
     if draw(st.booleans()):
-        words = ("predict", "--out=/runs/a", "--", *texts)
+        words = ("evaluate", "--detections=/runs/a", "--", *texts)
         return words, words
     resume = draw(st.sampled_from([(), ("--set=train.resume=never",), ("--set=train.resume=a",)]))
     options = zip(["--data", "--out", "--mllog"], texts, strict=False)
