@@ -119,11 +119,11 @@ class EpochTimer:
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
-        self._ended = int(self._plan.epoch(step))
+        self._ended = self._plan.epochs_ended(step)
 
     def ended_at(self, step: int) -> Epoch | None:
         """Return the epoch that ended with a step, if any."""
-        ended = int(self._plan.epoch(step))
+        ended = self._plan.epochs_ended(step)
         if ended == self._ended:
             return None
         now = time.monotonic(), self._meter.training_s, self._meter.images

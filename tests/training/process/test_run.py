@@ -59,13 +59,13 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
 
 
 def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
-    """Eight images and batches of two: an epoch ends at steps 4 and 8, also across a resume."""
-    assert "epoch 1 done" in train("--limit-train", 8, "--steps", 5)
-    train("--limit-train", 8, "--steps", 9, "--log-every", 4)
+    """Seven images and batches of two: epochs end at steps 3, 7 and 10, also across a resume."""
+    assert "epoch 1 done" in train("--limit-train", 7, "--steps", 5)
+    train("--limit-train", 7, "--steps", 10, "--log-every", 4)
     epochs = records(tmp_path / "run", "epoch")
-    assert [(r["step"], r["epoch"]) for r in epochs] == [(4, 1.0), (8, 2.0)]
+    assert [(r["step"], r["epoch"]) for r in epochs] == [(3, 0.8571), (7, 2.0), (10, 2.8571)]
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
-    assert [r["step"] for r in records(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 8, 9]
+    assert [r["step"] for r in records(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 8, 10]
 
 
 def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
