@@ -130,7 +130,8 @@ def _show_plan(call: Call) -> None:
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     device = _device(call.config.train.device)
-    plan = _plan(call, device, size)
+    plan, step = _plan(call, device, size)
+    size = _as_evaluated(size, plan)
     _warn_of_plan(call, plan, root, size)
     workers = plan.config.train.workers or usable_cores(find_ranks().world_size)
     if call.console.as_json:
@@ -138,15 +139,21 @@ def _show_plan(call: Call) -> None:
         more = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
         call.console.result({**plan.as_json(), **more})
         return
-    call.console.result(None, aligned(list(_plan_rows(call, plan, device, size, workers).items())))
+    rows = _plan_rows(call, plan, device, size, workers, step)
+    call.console.result(None, aligned(list(rows.items())))
 
 
-def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
-    """Plan for the device; for any device if only the precision is chosen."""
+def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]:
+    """Plan for the device; for any device if only the precision is chosen.
+
+    Returns:
+        The plan, and the step that the run continues from.
+    """
+    from ssdctl.data.store_folder import with_absolute_data
     from ssdctl.runs.run import continued_config
     from ssdctl.training.plan import make_plan
 
-    config, ranks, network = call.config, find_ranks(), None
+    config, ranks, network = with_absolute_data(call.config), find_ranks(), None
     if config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
@@ -155,7 +162,7 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
     known, before = None if is_any else device, continued_config(config)
     plan = make_plan(config, known, ranks, size, before=before, network=network)
-    _check_start(plan, size)
+    step = _first_step(plan, size)
     for notice in plan.notices:
         call.console.warning(notice)
     if is_any and plan.precision not in ("auto", *device.precisions):
@@ -163,10 +170,11 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
             f"{device.name}, the device of this machine, does not compute in {plan.precision}: "
             "the plan is for another one"
         )
-    return plan
+    return plan, step
 
 
-def _check_start(plan: Plan, size: DatasetSize) -> None:
+def _first_step(plan: Plan, size: DatasetSize) -> int:
+    """Check what a run reads at its start; return the step that it continues from."""
     from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.training.observers.trackers import find_trackers
 
@@ -182,7 +190,19 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
         from ssdctl.training.resume import find_checkpoint
 
         names = [ClassName(None, name) for name in size.classes]
-        find_checkpoint(plan, names or None, Ranks(0, 1, 0))  # no group of processes is open
+        # No group of processes is open.
+        checkpoint = find_checkpoint(plan, names or None, Ranks(0, 1, 0))
+        return 0 if checkpoint is None else plan.step_of(checkpoint)
+    return 0
+
+
+def _as_evaluated(size: DatasetSize, plan: Plan) -> DatasetSize:
+    """Return the size with the images that the run evaluates on as validation images."""
+    train = plan.config.train
+    if not (train.fake_data or train.overfit):
+        return size
+    trained_on = plan.trainable + min(plan.background, size.background or 0)
+    return size._replace(validation=0 if train.fake_data else trained_on, warnings=())
 
 
 def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
@@ -198,23 +218,22 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
 
 
 def _plan_rows(
-    call: Call, plan: Plan, device: DeviceType, size: DatasetSize, workers: int
+    call: Call, plan: Plan, device: DeviceType, size: DatasetSize, workers: int, step: int
 ) -> dict[str, str]:
     from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.training import description
 
     train, quota = plan.config.train, quota_cores()
-    validation = min(size.validation, train.overfit or size.validation)
     classes = len(size.classes) or COCO_NUM_CLASSES
     auto = " (auto)" * (call.config.train.device == "auto")
     precision = AUTO_PRECISION if plan.precision == "auto" else plan.precision
     repeated = ", more than there are images: a step uses some of them several times"
     repeated *= plan.global_batch_size > plan.images
     rows = description.facts(
-        plan, size.classes, validation, f"{device.name}{auto}, precision {precision}"
+        plan, size.classes, size.validation, f"{device.name}{auto}, precision {precision}", step
     )
     rows |= {
-        "time": _time(call, plan, device.name, validation, classes),
+        "time": _time(call, plan, device.name, size.validation, classes, step),
         "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
@@ -263,12 +282,14 @@ def _device(name: str) -> DeviceType:
     return device_type(name)._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
-    """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
+def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int, step: int) -> str:
+    """Return how long the run takes from a step, by an earlier run or, on a terminal, measured."""
     from ssdctl.training.observers.display import EVALUATION_COST
 
-    evaluations = len(plan.evaluations_after(0)) * val_images
-    images = plan.total_steps * plan.global_batch_size + EVALUATION_COST * evaluations
+    if step >= plan.total_steps:
+        return "nothing left to train"
+    evaluations = len(plan.evaluations_after(step)) * val_images
+    images = (plan.total_steps - step) * plan.global_batch_size + EVALUATION_COST * evaluations
     if (known := _known_rate(plan, device)) is not None:
         rate, source = known[0], f"in {known[1]}"
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:

@@ -135,7 +135,7 @@ def limited(splits: Splits, plan: Plan) -> Splits:
     is_limited = (config.limit_train or config.overfit) is not None
     rows = train.background[: plan.background if is_limited or not plan.background else None]
     train = train._replace(trainable=train.trainable[: plan.trainable], background=rows)
-    if config.overfit is None:
+    if config.overfit is None or config.fake_data:
         return Splits(train, splits.val, splits.val_rows)
     images = [train.image_of(int(row))[0] for row in [*train.trainable, *train.background]]
     return Splits(train, train, np.unique(images))

@@ -319,18 +319,21 @@ PLAN_OPTION = (
 )
 
 
-def opened(words: list[str]) -> tuple[Result, dict[str, Any]]:
+def opened(words: list[str]) -> tuple[Result, dict[str, Any], dict[str, str]]:
+    from ssdctl.training.description import facts
     from ssdctl.training.trainer import Trainer
 
     def stop(trainer: Trainer) -> None:
-        raise Opened(trainer.plan.as_json())
+        names = [c.name for c in trainer.splits.train.classes]
+        plan, images = trainer.plan, len(trainer.splits.scored_rows)
+        raise Opened(plan.as_json(), facts(plan, names, images, "", trainer.step))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "run", stop)
         try:
-            return run_cli("train", *words), {}
+            return run_cli("train", *words), {}, {}
         except Opened as end:
-            return Result(0, "", ""), end.args[0]
+            return Result(0, "", ""), *end.args
 
 
 def problem_of(result: Result) -> str:
@@ -350,16 +353,21 @@ def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int
         words = [*TINY_RUN.split()[2:], f"--data={shapes}", "--out=run", *words]
         note(f"ssdctl train {shlex.join(words)}")
         planned = run_cli("train", "--dry-run", "--json", *words)
-        result, plan = opened(words)
+        text = run_cli("train", "--dry-run", *words).out.splitlines()
+        result, plan, facts = opened(words)
         assert planned.code in (0, 2, 3), planned
         assert (planned.code == 0) == (result.code == 0), (planned, result)
         if len(options) == 1:  # else each may name another of several problems
             assert (planned.code, problem_of(planned)) == (result.code, problem_of(result))
         if result.code == 0:
             assert {key: json.loads(planned.out)[key] for key in plan} == plan
+            rows = dict(re.split("  +", line, maxsplit=1) for line in text)
+            assert rows | facts | {"device": rows["device"]} == rows
 
     drawn = st.lists(PLAN_OPTION, min_size=1, max_size=3, unique_by=lambda o: o.partition("=")[0])
     check_all(check, examples, options=drawn)
+    known = [["--out=RUN", "--resume-changed"], ["--overfit=20"], ["--overfit=5", "--fake-data"]]
+    check_all(check, len(known), options=st.sampled_from(known))
 
 
 class Read(BaseException):

@@ -43,8 +43,10 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
 
 
 def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
-    run: Path, train: Train
+    run: Path, train: Train, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(shapes)
+    assert "was trained on" not in train("--steps", 4, "--dry-run", data=Path())
     words = train("--steps", 4)
     for text in ("ball", "ring", "tiny", "step 3", "fp32", "4 steps"):
         assert text in words
@@ -73,8 +75,12 @@ def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert last(tmp_path / "run").step < 60
 
 
-def test_overfitting_scores_the_images_that_it_trains_on(tmp_path: Path, train: Train) -> None:
-    train("--overfit", 2, "--steps", 1)
+def test_overfitting_scores_the_images_that_it_trains_on(
+    tmp_path: Path, train: Train, dataset: Path
+) -> None:
+    (dataset / "annotations/instances_val2017.json").unlink()
+    assert "no validation" not in train("--overfit", 2, "--dry-run", data=dataset)
+    train("--overfit", 2, "--steps", 1, data=dataset)
     about = json.loads((tmp_path / "run/evaluation.json").read_text())["about"]
     assert (about["images"], about["split"]) == (2, "train")
 
