@@ -19,6 +19,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
+from ssdctl.training.small_data import DECAY, OPTIMIZER
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import Checkpoint
@@ -142,12 +143,14 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     if plan.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
-    sources = plan.config.sources
-    options = [
-        all_settings()[path].as_option(saved)
-        for path, saved in changed.items()
-        if not (is_other_batch and sources[path].kind is Kind.RULE)  # it follows from the batch
-    ]
+    by_rule = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
+    # With another batch, the rule chooses other values.
+    named = {path for path in changed if not (is_other_batch and path in by_rule)}
+    for group in ({f"train.{name}" for name in names} for names in (OPTIMIZER, DECAY)):
+        if not group.isdisjoint(named):  # then the rule chooses none of the group
+            named |= group & by_rule
+    saved = checkpoint.config
+    options = [s.as_option(saved.get(p)) for p, s in all_settings().items() if p in named]
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")

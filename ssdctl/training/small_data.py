@@ -20,6 +20,10 @@ EVALUATIONS = 10
 FEWEST_STEPS_BETWEEN_EVALUATIONS = 50
 SMALL_BATCH = 8  # images per device; at 8 and above, updating batch-norm statistics was fine
 
+# Settings of `train` that are only replaced together, if the user chose none of them.
+OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
+DECAY = ("lr_decay", "decay_epochs")
+
 
 class Rule(NamedTuple):
     """What replaces the recipe's values."""
@@ -90,7 +94,7 @@ def _values(
         samples = max(rule.fewest_samples, rule.fewest_epochs * images)
         run_epochs = (config.steps or 0) * global_batch / epoch_images
         values["epochs"] = epochs = math.ceil(max(samples / images, run_epochs))
-    if is_open("optimizer", "lr", "momentum", "weight_decay"):
+    if is_open(*OPTIMIZER):
         peak = min(rule.peak_lr * math.sqrt(global_batch / REFERENCE_BATCH), HIGHEST_LR)
         values |= {
             "optimizer": "adamw",
@@ -117,7 +121,7 @@ def _schedule(
         end = math.ceil(1e4 * run_steps * global_batch / epoch_images) / 1e4
     if is_open("warmup"):
         values["warmup"] = f"{max(run_steps // 20, 1)}st"
-    if is_open("lr_decay", "decay_epochs"):
+    if is_open(*DECAY):
         values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
     if is_open("eval_every", "eval_at"):
         interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)

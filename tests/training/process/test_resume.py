@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from conftest import TINY_RUN, Cli
 from helpers import assert_same_state, last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
@@ -163,6 +165,19 @@ def test_options_of_the_hint_continue_the_run(run: Path, train: Train, changed: 
     kept = [] if "--limit-train" in changed else changed
     train("--steps", 3, *(o for o in kept if o != "--resume-changed"), *options)
     assert steps(run) == [1, 2, 3]
+
+
+def test_options_of_a_hint_keep_what_the_rule_chose(
+    checkpoint: Path, shapes: Path, cli: Cli
+) -> None:
+    """The rules for fine-tuning and for few images choose an optimizer and a decay as a whole."""
+    words = ["train", "--data", shapes, *TINY_RUN.split()[2:]]
+    assert cli(*words, "--steps", 2, "--out", "a", "--init", checkpoint).code == 0
+    shutil.copy("a/checkpoints/last.pt", "moved.pt")
+    words += ["--steps", 4, "--out", "b", "--resume", "moved.pt"]
+    hint = cli(*words).err.partition("continue it with ")[2].partition(";")[0]
+    assert {"--lr", "--decay-epochs"} <= {*hint.split()}
+    assert cli(*words, *hint.split()).code == 0
 
 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
