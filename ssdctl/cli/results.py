@@ -13,7 +13,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
-from ssdctl.runs.folder import RUNS, RunDir, make_report_dir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, dataset_name, make_report_dir, running_on
 from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import tune_process
 
@@ -58,9 +58,9 @@ def _row(path: Path) -> dict[str, Any]:
     row = {"path": str(path), "time": time, "data": "", "network": "", "steps": 0, "ap": None}
     host = running_on(path)
     try:
-        data = Path(str(run.settings.get("data.root") or ""))
+        data = run.settings.get("data.root")
         row |= {
-            "data": (data.parent if data.suffix else data).name,
+            "data": dataset_name(Path(str(data))) if data else "",
             "network": run.settings.get("model.backbone", ""),
             "steps": run.num_steps,
             "ap": (run.best_metrics or {}).get("AP"),

@@ -184,7 +184,9 @@ def run_dir(config: Config) -> RunDir:
     preset = "" if train.preset == DEFAULT_PRESET else f"-{train.preset}"
     start = config.model.backbone if train.init is None else _name_of(Path(train.init))
     fold = "" if train.fold is None else f"-fold{train.fold.replace('/', 'of')}"
-    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}{fold}")
+    root = Path(config.data.root or default_root())
+    name = "fake" if train.fake_data else dataset_name(root)
+    return RunDir(RUNS / f"{name}-{start}{preset}{fold}")
 
 
 def _name_of(checkpoint: Path) -> str:
@@ -193,11 +195,9 @@ def _name_of(checkpoint: Path) -> str:
     return checkpoint.parent.parent.name if is_of_run else FILE_SUFFIX.sub("", checkpoint.name)
 
 
-def _dataset_name(config: Config) -> str:
-    if config.train.fake_data:
-        return "fake"
-    root = Path(config.data.root or default_root()).absolute()
-    folder = root.parent if root.is_file() else root
+def dataset_name(root: Path) -> str:
+    """Return the name of a dataset's folder; `root` may be a file in it."""
+    folder = (root.parent if root.is_file() else root).absolute()
     return folder.resolve().name if folder.name == ".." else folder.name or "data"
 
 

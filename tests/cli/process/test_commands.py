@@ -274,12 +274,14 @@ def folder(tiny_run: Path) -> Path:
 
 
 def test_runs_are_listed_with_the_newest_first(cli: Cli, folder: Path) -> None:
+    config = folder / "new/config.toml"
+    config.write_text(config.read_text().replace('/shapes"', '/parts.v3"'))
     entries = json.loads(cli("runs", "--json").out)
     assert [e["path"] for e in entries] == [
         "runs/broken", "runs/sweep/deep", "runs/new", "runs/old",
     ]  # fmt: skip
     _, deep, new, old = entries
-    assert (new["data"], new["network"], new["steps"]) == ("shapes", "tiny", 3)
+    assert (new["data"], new["network"], new["steps"]) == ("parts.v3", "tiny", 3)
     assert new["ap"] == ssdctl.Run("runs/new").best_metrics["AP"]
     assert old["steps"] == 7
     assert "running" in deep["state"]
