@@ -72,8 +72,8 @@ class OnnxDetector:
         if least is not None and score_threshold is not None and score_threshold < least:
             raise UsageError(
                 f"{self._path}: its NMS drops scores below {least}, {score_threshold} is lower",
-                hint=f"predict with --score {least}, or export with --score-threshold "
-                f"{score_threshold} or --nms none",
+                hint=f"give {least} or more, or export with --score-threshold {score_threshold} or "
+                "--nms none",
             )
         if iou is not None and nms_iou not in (None, iou):
             raise UsageError(

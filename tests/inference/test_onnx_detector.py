@@ -80,7 +80,7 @@ def test_thresholds(cli: Cli, write: Write, image_file: Path) -> None:
     for options in (["--score", 0.01], ["--nms-iou", 0.4]):
         result = cli("predict", path, image_file, "--device", "cpu", *options)
         assert (result.code, str(options[1]) in result.err) == (2, True), result.err
-        assert options[0] != "--score" or f"--score {FACTS.score_threshold}" in result.err
+        assert options[0] != "--score" or f"give {FACTS.score_threshold} or more" in result.err
 
 
 @pytest.mark.parametrize("batch", ["batch", "1", "2", "4"])
