@@ -231,7 +231,8 @@ class Reference:
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
     """Return images for the comparison of two programs, and their source."""
-    images = list(dataset_images(root, store, NUM_IMAGES))
+    parts = (dataset_images(root, store, NUM_IMAGES, (split,)) for split in ("val", "train"))
+    images = list(itertools.islice(itertools.chain.from_iterable(parts), NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:

@@ -16,6 +16,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.data.shapes import generate
 from ssdctl.errors import IntegrityError
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
@@ -146,8 +147,11 @@ def test_without_the_extra(
 
 
 def test_images_to_compare_on(shapes: Path, tmp_path: Path) -> None:
-    """The dataset's, or generated ones."""
-    assert images_of(shapes, shapes / "prepared")[1] == str(shapes)
+    """Those of the dataset's splits, or generated ones."""
+    few = tmp_path / "few"
+    generate(few, num_train=2, num_val=3)
+    for dataset in (shapes, few):
+        assert images_of(dataset, dataset / "prepared")[1] == str(dataset)
     pixels, source = images_of(tmp_path, tmp_path / "prepared")
     assert (pixels.shape, source) == ((5, 300, 300, 3), "generated shapes")
 
