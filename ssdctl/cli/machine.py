@@ -37,7 +37,7 @@ Seconds = Annotated[
 @command(
     "doctor",
     panel="This machine",
-    settings="data.* download.mirror",
+    settings="data.root data.store download.mirror",
     examples=[
         "ssdctl doctor",
         "ssdctl doctor -v   # every check",
@@ -88,7 +88,9 @@ def _text(call: Call, checks: list[Check]) -> str:
 @command(
     "data",
     group,
-    settings="data.* train.workers train.augment train.seed train.pipeline train.execution",
+    settings=(
+        "data.root data.store train.workers train.augment train.seed train.pipeline train.execution"
+    ),
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
@@ -121,8 +123,8 @@ def data(
     "train",
     group,
     settings=(
-        "data.* model.* train.preset train.batch_size train.precision train.device "
-        "train.execution train.tf32 train.workers train.pipeline"
+        "data.root data.store model.backbone model.extra_norm train.preset train.batch_size "
+        "train.precision train.device train.execution train.tf32 train.workers train.pipeline"
     ),
     examples=[
         "ssdctl benchmark train --bs 8 --fp32",
@@ -156,8 +158,9 @@ def train(
     "evaluate",
     group,
     settings=(
-        "data.* model.backbone evaluate.split evaluate.batch_size evaluate.precision "
-        "evaluate.device evaluate.workers evaluate.score_threshold evaluate.nms_iou"
+        "data.root data.store model.backbone evaluate.split evaluate.batch_size "
+        "evaluate.precision evaluate.device evaluate.workers evaluate.score_threshold "
+        "evaluate.nms_iou"
     ),
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )

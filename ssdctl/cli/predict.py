@@ -106,6 +106,14 @@ def predict(
     if not images:
         raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
     folder = None if out is None else Path(out)
+    is_drawn = folder is not None and settings.save is None
+    drawing = {
+        "--line-width": line_width,
+        "--hide-labels": hide_labels,
+        "--hide-scores": hide_scores,
+    }
+    if not is_drawn and (given := [option for option, value in drawing.items() if value]):
+        raise UsageError(f"{given[0]} is for drawn images", hint="add --out DIR, without --save")
     if folder is not None:
         for written in (folder, folder / "labels", folder / "images"):
             remove_stale_temporaries(written)
@@ -114,8 +122,9 @@ def predict(
         _check_videos(videos, folder, settings.save)
         _predict_videos(call, _load(call, checkpoint), videos, folder, style)
         return
+    of_videos = ["predict.every", "predict.max_frames"]
+    call.config.require_not_given(of_videos, "is for videos", "leave it out")
     sources = find_sources(images, recursive=settings.recursive)
-    is_drawn = folder is not None and settings.save is None
     targets = _targets(sources, folder) if folder is not None and is_drawn else []
     _predict(call, _load(call, checkpoint), sources, folder, targets, style)
 
