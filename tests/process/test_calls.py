@@ -325,7 +325,10 @@ def run_programs(world: World, number: int | None, count: int, size: int = 0) ->
 
 
 def test_calls_one_after_the_other(world: World) -> None:
-    check(world, [*((text,) for text in QUICK), (QUICK[0], QUICK[0])])
+    modes = [f"# The program's own:\n{line}" for line in calls(OWN) if "__enter__" in line]
+    trained_and_read = QUICK[0], calls(READING)[0]
+    texts = [*QUICK, *modes, *trained_and_read]
+    check(world, [*((text,) for text in texts), (QUICK[0], QUICK[0])])
 
 
 def run_failing(world: World, number: int | None, count: int) -> None:
