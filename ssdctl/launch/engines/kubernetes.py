@@ -149,7 +149,7 @@ class Kubernetes(BatchEngine):
         option = "--dest" if command[0] == "download" else "--out"
         output = request.run_folder if command[0] == "train" else last_value(command, option)
         writes = command[0] in ("train", "download", "demo")  # others print if no folder is given
-        path = posixpath.normpath(output or ".")
+        path = posixpath.normpath(output or command[0])
         if (writes or output is not None) and not _is_in(path, writable):
             example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
             more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
