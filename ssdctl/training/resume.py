@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import posixpath
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,8 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
         )
     _check_changes(plan, checkpoint)
     before, now = checkpoint.config.get("data.root"), plan.config.data.root
-    if before and now and before != now:  # not an error: datasets are moved
+    # Not an error: datasets are moved.
+    if before and now and posixpath.normpath(before) != posixpath.normpath(now):
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
     if classes is not None:

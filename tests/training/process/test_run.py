@@ -46,7 +46,8 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
     run: Path, train: Train, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shapes)
-    assert "was trained on" not in train("--steps", 4, "--dry-run", data=Path())
+    for same in (Path(), Path("../shapes")):
+        assert "was trained on" not in train("--steps", 4, "--dry-run", data=same)
     words = train("--steps", 4)
     for text in ("ball", "ring", "tiny", "step 3", "fp32", "4 steps"):
         assert text in words
