@@ -278,8 +278,12 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
     note(f"or with {chosen}, then {sorted(world.options)}")
     config = config_of(chosen)
     store = dataset_folders(config.data)[1]
+    settings = [chosen]
+    if kept and is_whole:  # those of the first call are remembered
+        settings = [usual, {k: v for k, v in chosen.items() if k != "prepare.classes"}]
     try:
-        prepare_dataset(config, force=False, progress=without_progress)
+        for some in settings:
+            prepare_dataset(config_of(some), force=False, progress=without_progress)
     except DataError as error:
         problem = str(error)
     else:
