@@ -274,6 +274,7 @@ def test_only_crashes_are_tried_again() -> None:
         (("train",), {"volumes": ("runs:/runs:ro",)}, "persistent volume"),
         (("download",), {}, "--dest .* persistent volume"),
         (("demo",), {}, "--out .* persistent volume.* --out /runs/demo"),
+        (("fetch-weights",), {}, "--dest .* persistent volume"),
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.

@@ -146,9 +146,10 @@ class Kubernetes(BatchEngine):
             text = "kubernetes.install is not set: ssdctl must be installed in the pods"
             yield UsageError(text, hint=hint)
 
-        option = "--dest" if command[0] == "download" else "--out"
+        option = "--dest" if command[0] in ("download", "fetch-weights") else "--out"
         output = request.run_folder if command[0] == "train" else last_value(command, option)
-        writes = command[0] in ("train", "download", "demo")  # others print if no folder is given
+        # Others print their results if no folder is given.
+        writes = command[0] in ("train", "download", "fetch-weights", "demo", "export")
         path = posixpath.normpath(output or command[0])
         if (writes or output is not None) and not _is_in(path, writable):
             example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
