@@ -211,7 +211,7 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
     from ssdctl.training import description
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
-        folders = dataset_folders(plan.config.data)
+        folders = dataset_folders(call.config.data)
         call.console.warning(warning_without_validation(*folders))
     for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
         call.console.warning(warning)
