@@ -30,6 +30,16 @@ def target(*boxes: tuple[float, ...]) -> dict[str, torch.Tensor]:
     return {"boxes": torch.tensor(boxes).reshape(-1, 4), "labels": labels}
 
 
+class Labeled(ssdctl.Dataset):
+    def __init__(self, data: Path, label: int) -> None:
+        self.label = label
+        super().__init__(data, "val")
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image, {"labels": target["labels"][target["labels"] == self.label]}
+
+
 def test_items_are_the_annotated_images(shapes: Path) -> None:
     dataset = ssdctl.Dataset(shapes, "val")
     truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())
@@ -61,6 +71,20 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         listed = [a for a in document["annotations"] if a["image_id"] == target["image_id"]]
         assert target["iscrowd"].tolist() == [a["iscrowd"] for a in listed]
         assert target["area"].tolist() == pytest.approx([a["area"] for a in listed])
+
+    from torchvision import tv_tensors
+
+    def without_first(image: Any, target: Any) -> Any:  # as SanitizeBoundingBoxes does
+        boxes = tv_tensors.wrap(target["boxes"][1:], like=target["boxes"])
+        return image, {**target, "boxes": boxes, "labels": target["labels"][1:]}
+
+    for plain, rest in zip(
+        ssdctl.Dataset(dataset, "val"),
+        ssdctl.Dataset(dataset, "val", transforms=without_first),
+        strict=True,
+    ):
+        for name in ("labels", "iscrowd"):
+            assert rest[1][name].tolist() == plain[1][name][1:].tolist()
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
@@ -124,6 +148,8 @@ def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.
 
 
 def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
+    dataset = pickle.loads(pickle.dumps(Labeled(shapes, 1)))
+    assert {*torch.cat([target["labels"] for _, target in dataset]).tolist()} == {1}
     dataset = pickle.loads(pickle.dumps(ssdctl.Dataset(shapes, "val")))
     images, targets = next(iter(DataLoader(dataset, batch_size=3, collate_fn=dataset.collate)))
     assert [len(images), len(targets)] == [3, 3]

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -209,7 +209,7 @@ def _checked(override: Override) -> Override:
             value = _toml(value)
         elif value == "" and setting.default is None:
             value = None
-        elif target is float:  # .5 and +0.5 are numbers, too
+        elif float in (target, *map(plain_type, get_args(target))):  # .5 and +0.5 are numbers, too
             value = re.sub(r"^[+]?(-?)\.(?=\d)", r"\g<1>0.", value).removeprefix("+")
     elif setting.is_table and isinstance(value, dict):
         value = _pairs(override, value)

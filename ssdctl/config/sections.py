@@ -390,7 +390,8 @@ class PredictConfig(Section, frozen=True):
         Fraction | Literal["best"] | None,
         setting(
             "Keep boxes with a score above this; best: each class's best F1 [default: best if "
-            "the checkpoint has it, else 0.3]"
+            "the checkpoint has it, else 0.3]",
+            metavar="X|best",
         ),
     ] = None
     classes: Annotated[

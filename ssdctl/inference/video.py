@@ -48,6 +48,7 @@ class Frame(NamedTuple):
 class Video:
     def __init__(self, av: ModuleType, container: Any, name: str) -> None:
         self._av, self._container, self._name = av, container, name
+        self._start_s: float | None = None  # the time of the first frame
         if not container.streams.video:
             raise DataError(f"{name}: it has no video stream")
         self._stream = container.streams.video[0]
@@ -70,7 +71,7 @@ class Video:
         """Yield every Nth frame, at most `limit`; a damaged file raises DataError after them."""
         decoded = itertools.islice(enumerate(self._decoded()), 0, None, every)
         for number, frame in itertools.islice(decoded, limit):
-            time = number / self.rate if frame.time is None else float(frame.time)
+            time = number / self.rate if frame.time is None else self._since_start(frame)
             yield Frame(number, max(time, 0.0), self._pixels(frame))
 
     def _decoded(self) -> Iterator[Any]:
@@ -78,11 +79,16 @@ class Video:
         try:
             for frame in self._container.decode(self._stream):
                 count += 1
+                if self._start_s is None:
+                    self._start_s = frame.time
                 yield frame
         except (self._av.error.FFmpegError, ValueError) as error:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
-        if frame is not None and self._is_truncated(count, frame.time or 0.0):
+        if frame is not None and self._is_truncated(count, self._since_start(frame)):
             raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
+
+    def _since_start(self, frame: Any) -> float:
+        return float(frame.time or 0.0) - float(self._start_s or 0.0)
 
     def _is_truncated(self, count: int, last_s: float) -> bool:
         """Return whether the file is shorter than its headers say: FFmpeg reports a normal end."""

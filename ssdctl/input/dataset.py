@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +69,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         store: str | os.PathLike[str] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
     ) -> None:
+        before = set(vars(self))
         self._arguments = os.fspath(data), split
         self._options: dict[str, Any] = {
             "augment": augment,
@@ -93,6 +93,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         self._areas, self._is_crowd = read_areas(self._split.index_file)
         self._augment, self._transforms = augment, transforms
         self.class_names = [c.name for c in self._split.classes]
+        self._opened = vars(self).keys() - before  # a subclass may have more attributes
 
     @property
     def classes(self) -> list[ClassName]:
@@ -169,17 +170,31 @@ class Dataset(torch.utils.data.Dataset[Item]):
         assert self._transforms is not None
         size = tuple(image.shape[-2:])
         target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
+        # SanitizeBoundingBoxes removes boxes and labels: the labels also say which are crowds.
+        num_classes = len(self.class_names)
+        target["labels"] = target["labels"] + num_classes * target["iscrowd"]
         image, target = self._transforms(tv_tensors.Image(image), target)
         boxes: Any = target["boxes"]
         plain = boxes.as_subclass(Tensor)
         extent = plain[:, 2:]
         if boxes.format is tv_tensors.BoundingBoxFormat.XYXY:
             extent = extent - plain[:, :2]
-        if len(target["iscrowd"]) != len(boxes):  # SanitizeBoundingBoxes removes boxes and labels
-            target["iscrowd"] = torch.zeros(len(boxes), dtype=torch.int64)
+        is_crowd = target["labels"] > num_classes
+        target["labels"] = target["labels"] - num_classes * is_crowd
+        if len(target["iscrowd"]) != len(boxes):
+            target["iscrowd"] = is_crowd.to(torch.int64)
         target["area"] = extent.prod(dim=1)
         return image, target
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the store again in another process, because its files are memory-mapped."""
-        return functools.partial(Dataset, **self._options), self._arguments
+        names = vars(self).keys() - {*self._opened, "_opened"}
+        own = {name: value for name, value in vars(self).items() if name in names}
+        return _reopened, (type(self), self._arguments, self._options), own
+
+
+def _reopened(kind: type[Dataset], arguments: tuple[Any, ...], options: dict[str, Any]) -> Dataset:
+    """Return a dataset without its own attributes; a subclass may be made of other arguments."""
+    dataset = object.__new__(kind)
+    Dataset.__init__(dataset, *arguments, **options)
+    return dataset

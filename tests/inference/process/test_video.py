@@ -87,6 +87,8 @@ def test_a_damaged_end_keeps_what_came_before(
     write_video(Path("a.mpg"), image_files, 6)
     Path("b.mkv").write_bytes(b"no video")
     write_video(Path("c.mkv"), image_files, 2)
+    with open_video("a.mpg") as video:  # its first frame is at half a second in the file
+        assert [round(f.time_s, 2) for f in video.frames(every=2)] == [0, 0.2, 0.4]
     result = cli("predict", checkpoint, "b.mkv", "c.mkv", "--out", "o", "--json", *COMMON)
     assert result.code == 3
     assert "b.mkv" in result.err
