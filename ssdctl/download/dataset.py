@@ -8,12 +8,17 @@ An archive's names and sizes are checked before a byte is written. The content i
 temporary folder next to its destination (`.NAME.unpacking`), CRCs are checked while reading, and
 only then are the top-level folders renamed to the destination. Hashes are pinned, but a manifest,
 and so the archive that it pins, may be hostile.
+
+A file of the same name with another content, which no download wrote, may be a label file that the
+user corrected: it is kept as NAME.replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import logging
 import os
 import shutil
 import stat
@@ -54,7 +59,9 @@ from ssdctl.files import (
     safe_join,
     write_bytes,
 )
-from ssdctl.runtime.safe_text import redact_url
+from ssdctl.runtime.safe_text import counted, redact_url
+
+log = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 1 << 28  # the names of two million files
 MAX_ENTRIES = 2_000_000
@@ -125,7 +132,10 @@ def download(
             record, state = _get_archive(file, others, dest, keep_archives, get, progress)
             results.append({**result, "state": state, "files": len(record.entries)})
         else:
-            before = _modified_ns(safe_join(dest, file.name))
+            target = safe_join(dest, file.name)
+            before = _modified_ns(target)
+            if before is not None and not is_whole(target, file, progress):
+                _set_aside(dest, [file.name])
             is_present = _modified_ns(get(file)) == before
             results.append({**result, "state": "present" if is_present else "fetched"})
     return results
@@ -155,8 +165,14 @@ def _get_archive(
                 if (known := _read_record(dest, other)) is not None
                 for entry in known.entries
             }
+            earlier = _read_record(dest, file, any_version=True)
             entries = unpack(
-                get(file), dest, num_files=file.num_files, owners=owners, progress=progress
+                get(file),
+                dest,
+                num_files=file.num_files,
+                owners=owners,
+                known=() if earlier is None else earlier.entries,
+                progress=progress,
             )
             os.sync()  # 118,287 files: one call, before the record that lists them
             record, state = Record(file.name, file.sha256, entries), "fetched"
@@ -237,13 +253,13 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
     return safe_join(dest / RECORDS_DIR, file.name + ".json")
 
 
-def _read_record(dest: Path, file: PinnedFile) -> Record | None:
+def _read_record(dest: Path, file: PinnedFile, *, any_version: bool = False) -> Record | None:
     try:
         content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
         record = msgspec.json.decode(content, type=msgspec_type(Record))
     except (OSError, *DECODE_ERRORS):
         return None
-    return record if record.sha256 == file.sha256 else None
+    return record if any_version or record.sha256 == file.sha256 else None
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
@@ -275,11 +291,13 @@ def unpack(
     *,
     num_files: int | None = None,
     owners: Mapping[str, tuple[str, Entry | None]] = {},
+    known: Sequence[Entry] = (),
     progress: Progress,
 ) -> list[Entry]:
-    """Unpack `archive` into `dest`, replacing files of the same names. The caller holds a lock.
+    """Unpack `archive` into `dest`. The caller holds a lock.
 
     `owners` are the files that belong to other archives: path -> its archive, and what it is.
+    `known` are files of an earlier version, which are replaced; others are set aside.
 
     Raises:
         IntegrityError: It is cut, broken, unsafe, too large for its size, has another number of
@@ -297,13 +315,41 @@ def unpack(
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
             _extract(opened, infos, temporary, partial(progress, f"unpacking {archive.name}"))
+        record = Record(archive.name, "", [_entry(info) for info in infos if not info.is_dir()])
         with disk_errors(dest, "writing"):
+            _set_aside(dest, _others(dest, record, known, progress))
             _publish(temporary, dest)
     except BROKEN_ZIP as error:
         raise _broken(archive, temporary, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [_entry(info) for info in infos if not info.is_dir()]
+
+
+def _others(dest: Path, record: Record, known: Sequence[Entry], progress: Progress) -> list[str]:
+    """Return the paths of files that are neither those of an archive nor of an earlier version."""
+
+    def differing(entries: Sequence[Entry]) -> list[str]:
+        there = [e for e in entries if _modified_ns(safe_join(dest, e.path)) is not None]
+        return _differing(dest, Record(record.name, "", there), progress)
+
+    others = set(differing(record.entries))
+    own = [entry for entry in known if entry.path in others]
+    unchanged = {entry.path for entry in own} - set(differing(own))
+    return sorted(others - unchanged)
+
+
+def _set_aside(dest: Path, paths: Sequence[str]) -> None:
+    for path in paths:
+        target = safe_join(dest, path)
+        names = (target.with_name(f"{target.name}.replaced{n or ''}") for n in itertools.count())
+        target.rename(next(name for name in names if not name.exists()))
+    if paths:
+        log.warning(
+            "%s with other contents than those of the download: kept as NAME.replaced, such as %s",
+            counted(len(paths), "file"),
+            paths[0],
+        )
 
 
 def _check_owners(

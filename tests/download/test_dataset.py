@@ -126,8 +126,9 @@ def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     result = verify(files, tmp_path)
     assert states(result) == ["broken", "intact", "broken"]
     assert [row["problems"] for row in result] == [[name], [], ["README"]]
+    own = {f"{path}.replaced": (tmp_path / path).read_bytes() for path in (name, "README")}
     assert states(download(files, tmp_path)) == ["fetched", "present", "fetched"]
-    assert content(tmp_path) == WANTED
+    assert content(tmp_path) == WANTED | own  # the user may have changed them
 
 
 def test_needed_space_is_checked_first_and_counts_archives_while_they_are_there(
@@ -190,7 +191,8 @@ def test_content_lands_in_place(tmp_path: Path) -> None:
     (tmp_path / "data" / "annotations" / "mine.json").write_bytes(b"mine")
     (tmp_path / "data" / "top").write_bytes(b"old")
     unzip(tmp_path, zipped(CONTENT | more))
-    assert tree(tmp_path / "data") == found | {"annotations/mine.json": b"mine"}
+    mine = {"annotations/mine.json": b"mine", "top.replaced": b"old"}
+    assert tree(tmp_path / "data") == found | mine
 
 
 @pytest.mark.parametrize("disk", [None, "/dev/shm"])
@@ -205,7 +207,8 @@ def test_a_linked_folder_gets_the_files(tmp_path: Path, disk: str | None) -> Non
         unzip(tmp_path, zipped(content))
         assert (tmp_path / "data" / "train2017").is_symlink()
         assert {f"train2017/{k}": v for k, v in tree(Path(elsewhere)).items()} == {
-            name: data for name, data in content.items() if name.startswith("train2017/")
+            "train2017/000000000009.jpg.replaced": b"old",
+            **{name: data for name, data in content.items() if name.startswith("train2017/")},
         }
     assert not (tmp_path / "data" / ".a.zip.unpacking").exists()
 
