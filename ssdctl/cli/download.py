@@ -77,8 +77,13 @@ def download(
         if is_selection or verify:
             text = "--dataset shapes is generated: --manifest, --part and --verify do not apply"
             raise UsageError(text)
+        others = ["download.mirror", "download.connections", "download.keep_archives"]
+        call.config.require_not_given(others, "does not apply to --dataset shapes", "leave it out")
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
-    elif verify:
+        return
+    own = ["download.images", "download.val_images", "download.seed"]
+    call.config.require_not_given(own, "is for --dataset shapes", "add it, or leave this out")
+    if verify:
         _verify(call, _files(config), dest or Path(COCO_DIR), is_selection=is_selection)
     else:
         _download(call, _files(config), dest or Path(COCO_DIR), dry_run)

@@ -321,7 +321,7 @@ def _predict_video(
         except KeyboardInterrupt:
             if not is_camera(name):
                 raise
-        call.console.info(f"{name}: {count} frames{written}")
+        call.console.info(f"{name}: {counted(count, 'frame')}{written}")
     if failure is not None:
         raise failure
 

@@ -223,7 +223,7 @@ def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[f
         return found
     if score == "best":
         raise UsageError(
-            f"{checkpoint.path}: has no score thresholds: its run was not evaluated",
+            f"{checkpoint.path}: has no score thresholds: it was not evaluated, or found nothing",
             hint=f"give one: --score {DEFAULT_SCORE}",
         )
     return [DEFAULT_SCORE] * count

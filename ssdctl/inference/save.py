@@ -34,6 +34,7 @@ from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.inference.sources import ImageSource
 from ssdctl.model.results import Result
+from ssdctl.runtime.safe_text import counted
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
 
@@ -143,7 +144,8 @@ class YoloWriter(Writer):
         content = {"train": "images", "names": names}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(self.folder / "data.yaml", text)
-        return f"labels of {len(self._stems)} images in {self.folder / 'labels'}, and data.yaml"
+        images = counted(len(self._stems), "image")
+        return f"labels of {images} in {self.folder / 'labels'}, and data.yaml"
 
 
 class LabelStudioWriter(Writer):

@@ -149,12 +149,13 @@ def is_camera(name: str) -> bool:
 
 
 def is_video(name: str) -> bool:
-    """Return whether a name is of a video file or a camera, by its form."""
-    return is_camera(name) or Path(name).suffix.lower() in VIDEO_SUFFIXES
+    """Return whether a name is of a video file or a camera, by its form; a folder is neither."""
+    path = Path(name)
+    return is_camera(name) or (path.suffix.lower() in VIDEO_SUFFIXES and not path.is_dir())
 
 
 def split_videos(names: Sequence[str]) -> list[str]:
-    """Return the names if all are videos or cameras, an empty list if all are images.
+    """Return the files if all are videos or cameras, an empty list if all are images.
 
     Raises:
         UsageError: Some are and some are not, or a video is given by URL.
@@ -172,7 +173,9 @@ def split_videos(names: Sequence[str]) -> list[str]:
             f"{videos[0]} is a video, {redact_url(other)} is not",
             hint="run predict once for videos and once for images",
         )
-    return videos
+    patterns = ((name, glob.has_magic(name) and not Path(name).exists()) for name in videos)
+    files = (sorted(glob.glob(n, recursive=True)) if p else [n] for n, p in patterns)  # noqa: PTH207
+    return [file for matches in files for file in matches] or videos
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:

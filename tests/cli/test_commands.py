@@ -35,6 +35,8 @@ MISTAKES = [
     ("download --dest data --part val --manifest m.toml", 2, "--part"),
     ("download --dest data --dataset shapes --part val", 2, "--part"),
     ("download --manifest none.toml", 2, "none.toml"),
+    ("download --dest data --images 4 --dry-run", 2, "--images is for --dataset shapes"),
+    ("download --dest data --dataset shapes --mirror http://m.org", 2, "--mirror does not apply"),
     ("download --mirror m.org", 2, "--mirror"),
     ("download --dest s3://bucket/coco", 2, "s3://bucket/coco"),
     # Typing errors, and options of other programs: see test_command_lines.py, test_docs.py.
