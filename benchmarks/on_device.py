@@ -61,9 +61,7 @@ class Bench:
             self.label = done.stdout.strip().splitlines()[-1]
         self.device = "cpu" if self.missing else device
         network = "tiny --bs 2" if self.missing else "resnet34 --bs 32"
-        self.options = (
-            f"--device {self.device} --backbone {network} --backbone-weights none".split()
-        )
+        self.options = f"--device {self.device} --backbone {network}".split()
 
     def needs_accelerator(self) -> None:
         if self.missing:
@@ -93,7 +91,15 @@ class Bench:
             self.ssdctl("download", "--dataset", "shapes", "--dest", shapes, "--images", 64)
         # With a schedule that does not depend on the number of steps.
         schedule = ("--preset", "stable-r34", "--warmup", "1st")
-        chosen = [*self.options, "--fp32", "--log-every", 1, *schedule]
+        chosen = [
+            *self.options,
+            "--backbone-weights",
+            "none",
+            "--fp32",
+            "--log-every",
+            1,
+            *schedule,
+        ]
         self.ssdctl("train", "--data", shapes, "--out", out, "--steps", steps, *chosen, *options)
         return out
 
@@ -152,8 +158,7 @@ def training_speed(bench: Bench) -> str:
 
 
 def evaluation_speed(bench: Bench) -> str:
-    options = [w for w in bench.options if w not in ("--backbone-weights", "none")]
-    metrics = bench.ssdctl("benchmark", "evaluate", *options)
+    metrics = bench.ssdctl("benchmark", "evaluate", *bench.options)
     return _table([metrics], ("images_per_second", "detect_images_per_second", "score_s"))
 
 
