@@ -116,10 +116,8 @@ def find_sources(
             sources.append(source_of(name))
         elif path.is_dir():
             sources += map(ImageSource, _in_folder(path, recursive))
-        elif glob.has_magic(name) and not path.exists():
-            matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - Path's takes no absolute pattern
-            files = [Path(match) for match in matches if Path(match).is_file()]
-            sources += map(ImageSource, files or [path])
+        elif _is_pattern(name):
+            sources += map(ImageSource, map(Path, _matches(name) or [name]))
         else:
             sources.append(ImageSource(path))
     return sources
@@ -141,7 +139,17 @@ def looks_like_image(name: str) -> bool:
         return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return True
-    return glob.has_magic(name) and not path.exists()
+    return _is_pattern(name)
+
+
+def _is_pattern(name: str) -> bool:
+    return glob.has_magic(name) and not Path(name).exists()
+
+
+def _matches(pattern: str) -> list[str]:
+    """Return the files that fit a pattern."""
+    found = glob.glob(pattern, recursive=True)  # noqa: PTH207 - Path's takes no absolute pattern
+    return sorted(name for name in found if Path(name).is_file())
 
 
 def is_camera(name: str) -> bool:
@@ -173,9 +181,8 @@ def split_videos(names: Sequence[str]) -> list[str]:
             f"{videos[0]} is a video, {redact_url(other)} is not",
             hint="run predict once for videos and once for images",
         )
-    patterns = ((name, glob.has_magic(name) and not Path(name).exists()) for name in videos)
-    files = (sorted(glob.glob(n, recursive=True)) if p else [n] for n, p in patterns)  # noqa: PTH207
-    return [file for matches in files for file in matches] or videos
+    files = ((_is_pattern(name) and _matches(name)) or [name] for name in videos)
+    return [file for several in files for file in several]
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
