@@ -1,3 +1,45 @@
-"""Read, convert and check datasets; write the store that training reads."""
+"""Read, convert and check datasets; write the store that training reads.
+
+Here: where stores are without --store, and the command that prepares one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ssdctl.runtime.safe_text import quoted
+from ssdctl.runtime.system import user_temporary_dir
 
 TOML = "dataset.toml"
+STORE_NAME = "prepared"
+
+
+def usual_store(root: Path) -> Path:
+    """Return the folder of the store in a dataset folder, or beside a file such as data.yaml."""
+    return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
+
+
+def is_cached_store(folder: Path) -> bool:
+    """Return whether this folder was chosen since the dataset folder is read-only."""
+    return folder.parent == cache_folder() / "datasets"
+
+
+def prepare_command(root: Path, folder: Path | None = None, *options: str) -> str:
+    """Return the command that prepares a dataset in this store; None: the one without --store."""
+    is_usual = folder is None or folder == usual_store(root) or is_cached_store(folder)
+    store = "" if is_usual else f" --store {quoted(folder)}"
+    return " ".join([f"ssdctl prepare --data {quoted(root)}{store}", *options])
+
+
+def cache_folder() -> Path:
+    """Return `ssdctl` in the user's cache folder, or a folder in /tmp if the cache is read-only."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    existing = next((path for path in (base, *base.parents) if path.exists()), base)
+    if is_writable(existing):
+        return base / "ssdctl"
+    return user_temporary_dir()
+
+
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)

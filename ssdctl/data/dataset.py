@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ssdctl.data import TOML
+from ssdctl.data import TOML, prepare_command
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
@@ -46,7 +46,6 @@ from ssdctl.data.image_files import (
     is_image,
     size_or_none,
 )
-from ssdctl.data.usual_store import prepare_command
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS

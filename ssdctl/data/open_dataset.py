@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config, PrepareConfig
 from ssdctl.config.fields import Tiling
-from ssdctl.data import TOML, index
+from ssdctl.data import TOML, index, is_cached_store, prepare_command, usual_store
 from ssdctl.data.annotations import (
     AUTOMATIC,
     MAX_NAMED,
@@ -33,7 +33,6 @@ from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
-from ssdctl.data.usual_store import is_cached_store, prepare_command, usual_store
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ssdctl._version import __version__
 from ssdctl.config import PrepareConfig
-from ssdctl.data import index
+from ssdctl.data import index, is_cached_store, prepare_command
 from ssdctl.data.annotations import (
     AUTOMATIC,
     NO_LABELS,
@@ -82,7 +82,6 @@ from ssdctl.data.sources import (
     write_sources,
 )
 from ssdctl.data.store import image_folder
-from ssdctl.data.usual_store import is_cached_store, prepare_command
 from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,

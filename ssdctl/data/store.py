@@ -26,11 +26,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import index
+from ssdctl.data import index, prepare_command
 from ssdctl.data.annotations import ClassName, root_folder
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
-from ssdctl.data.usual_store import prepare_command
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     disk_error,

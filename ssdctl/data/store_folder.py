@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.data import TOML
-from ssdctl.data.usual_store import cache_folder, is_writable, usual_store
+from ssdctl.data import TOML, cache_folder, is_writable, usual_store
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted

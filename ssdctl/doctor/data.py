@@ -12,14 +12,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.data import TOML
+from ssdctl.data import TOML, prepare_command
 from ssdctl.data.annotations import SPLITS
 from ssdctl.data.dataset import find
 from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
 from ssdctl.data.sources import changes
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.data.usual_store import prepare_command
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy, length_of

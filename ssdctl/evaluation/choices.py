@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
+from ssdctl.data import prepare_command
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import read_made, require_metadata
 from ssdctl.data.open_dataset import without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.data.usual_store import prepare_command
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
