@@ -84,6 +84,8 @@ class Video:
                 yield frame
         except (self._av.error.FFmpegError, ValueError) as error:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
+        except OSError as error:
+            raise DataError(f"{self._name}: cannot be read on: {_reason(error)}") from None
         if frame is not None and self._is_truncated(count, self._since_start(frame)):
             raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
 

@@ -1,5 +1,7 @@
 """Videos: every frame or every Nth one, annotated, with memory that does not grow."""
 
+import errno
+import io
 import json
 import resource
 from collections.abc import Iterator
@@ -105,6 +107,23 @@ def test_a_truncated_file_is_damaged(image_files: list[Path], name: str) -> None
         assert len(list(video.frames(limit=5))) == 5
     with open_video(name) as video, pytest.raises(DataError, match=name):
         list(video.frames())
+
+
+def test_a_read_error_in_the_middle_names_the_video(image_files: list[Path]) -> None:
+    class Failing(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > 40_000:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().read(size) or b""
+
+    write_video(Path("a.mkv"), image_files, 60)
+    assert Path("a.mkv").stat().st_size > 80_000
+    with (
+        Failing("a.mkv") as file,
+        av.open(file) as container,
+        pytest.raises(DataError, match=r"a\.mkv.*Stale"),
+    ):
+        list(Video(av, container, "a.mkv").frames())
 
 
 def test_a_playlist_is_not_a_video() -> None:
