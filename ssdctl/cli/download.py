@@ -77,7 +77,8 @@ def download(
         if is_selection or verify:
             text = "--dataset shapes is generated: --manifest, --part and --verify do not apply"
             raise UsageError(text)
-        others = ["download.mirror", "download.connections", "download.keep_archives"]
+        names = ("mirror", "timeout", "connections", "keep_archives")
+        others = [f"download.{name}" for name in names]
         call.config.require_not_given(others, "does not apply to --dataset shapes", "leave it out")
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
         return

@@ -44,6 +44,8 @@ def configure_launch(
     """Return the launcher and the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     device = _tpu_device(call) if device == "tpu" else device
+    if device not in ("tpu", "xla"):
+        call.config.require_not_given(["launch.tpu_version"], "is for --tpus", "leave it out")
     name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (

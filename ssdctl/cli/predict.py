@@ -119,6 +119,7 @@ def predict(
             remove_stale_temporaries(written)
     style = {"line_width": line_width, "labels": not hide_labels, "scores": not hide_scores}
     if videos := split_videos(images):
+        call.config.require_not_given(["predict.recursive"], "is for folders", "leave it out")
         _check_videos(videos, folder, settings.save)
         _predict_videos(call, _load(call, checkpoint), videos, folder, style)
         return

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import logging
 import re
 import shlex
 from collections import Counter
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import listed
 
-log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -227,18 +225,15 @@ def from_images(
 ) -> dict[str, Annotations]:
     """Return the annotations of labeled images, by split; ids count from 1 in the given order.
 
-    Without validation images, those to test with validate. `classes` are in the order of the
-    labels; None: those of the boxes, sorted. File names are relative to `folder`; `origin` is the
-    file or folder of the labels; `notes` tell the user how they were read.
+    `classes` are in the order of the labels; None: those of the boxes, sorted. File names are
+    relative to `folder`; `origin` is the file or folder of the labels; `notes` tell the user how
+    they were read.
     """
     if classes is None:
         classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
     if not classes:
         raise DataError(f"{origin}: no object is labeled in it")
     usable = {split: splits[split] for split in SPLITS if splits.get(split)}
-    if "test" in usable and "val" not in usable:
-        log.info("no validation images are given: the test images are used to validate")
-        usable["val"] = usable.pop("test")
     if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
     empty = [f"the split {s} lists no images" for s, images in splits.items() if not images]

@@ -183,6 +183,13 @@ def read_and_convert(
         below = relative_folder(whole.folder, root)
         train, val = divided(whole, conversion.split, conversion.group, below)
         splits = {**splits, "train": train, "val": val}
+    if "val" not in splits and "test" in splits and len(splits["test"].boxes):
+        test = splits.pop("test")
+        note = (
+            "no validation images are given: the test images are used to validate; "
+            "--split 0.9 holds out training images instead"
+        )
+        splits["val"] = test._replace(notes=[*test.notes, note])
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
 
 

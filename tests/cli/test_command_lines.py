@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from ssdctl.cli.main import click_root
 from ssdctl.cli.option_aliases import find_row
 from ssdctl.config.fields import AUGMENTATION_LISTS
 from ssdctl.config.render import toml_value
-from ssdctl.config.settings import Setting, all_settings, other_programs, plain_type, select
+from ssdctl.config.settings import TABLES, Setting, all_settings, other_programs, plain_type, select
 
 INVALID = object()
 LAYERS = ("file", "variable", "--set", "option")  # a later one overrides those before it
@@ -368,6 +369,72 @@ def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int
     check_all(check, examples, options=drawn)
     known = [["--out=RUN", "--resume-changed"], ["--overfit=20"], ["--overfit=5", "--fake-data"]]
     check_all(check, len(known), options=st.sampled_from(known))
+
+
+# Command lines to which one option is added; NEW is a folder that does not exist.
+WORKING = [
+    f"train --data DATA --out NEW --steps 2 {TINY_RUN}",
+    f"train --out NEW --steps 2 --fake-data {TINY_RUN}",
+    "evaluate RUN --data DATA --device cpu",
+    "evaluate FOUND --data DATA",
+    "predict RUN IMAGE --device cpu",
+    "predict RUN IMAGE --device cpu --save coco --out NEW",
+    "prepare --data DATA --store NEW --no-pack",
+    "download --dataset shapes --dest NEW --images 1 --val-images 1",
+    "export RUN --format onnx --out NEW.onnx",
+    "benchmark data --data DATA --seconds 0.1",
+]
+# What these do depends on what the command finds.
+READ_IF_NEEDED = {"train.resume_changed", "prepare.keep_damaged"}
+
+
+def sections_read(patch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set to which the settings are added that are read outside of ssdctl.config."""
+    found = set[str]()
+    for section, table in TABLES.items():
+
+        def get(self: Any, name: str, section: str = section) -> Any:
+            if "/ssdctl/config/" not in sys._getframe(1).f_code.co_filename:
+                found.add(f"{section}.{name}")
+            return object.__getattribute__(self, name)
+
+        patch.setattr(table, "__getattribute__", get)
+    return found
+
+
+@budgets(4, 2000)
+def test_an_option_that_is_accepted_is_read(
+    shapes: Path, tiny_run: Path, image_file: Path, examples: int
+) -> None:
+    click_root()
+    found = str(Path("found.json").absolute())
+    words = [f"--data={shapes}", f"--detections={found}", "--device=cpu"]
+    assert run_cli("evaluate", tiny_run, *words).code == 0
+    places = {"DATA": shapes, "RUN": tiny_run, "IMAGE": image_file, "FOUND": found}
+
+    def check(line: tuple[list[str], Typed]) -> None:
+        words, option = line
+        for made in (Path("new"), Path("new.onnx")):
+            shutil.rmtree(made, ignore_errors=True) if made.is_dir() else made.unlink(True)
+        words = [re.sub("NEW", "new", str(places.get(w, w))) for w in words]
+        note(f"ssdctl {shlex.join([*words, *option.words])}")
+        with pytest.MonkeyPatch.context() as patch:
+            is_read = sections_read(patch)
+            result = run_cli(*words, *option.words)
+        assert result.code in (0, 2, 3), result.err
+        assert result.code or option.path in {*is_read, *READ_IF_NEEDED}
+
+    check_all(check, examples, line=extended())
+
+
+@st.composite
+def extended(draw: Any) -> tuple[list[str], Typed]:
+    words = draw(st.sampled_from(WORKING)).split()
+    name = next(n for n in COMMANDS if n.split() == words[: len(n.split())])
+    pool = [s for s in COMMANDS[name].cls.settings if not {*s.flags} & {*words}]
+    chosen = draw(st.sampled_from(pool))
+    given = values(chosen).filter(lambda value: value.value not in (INVALID, chosen.default))
+    return words, draw(as_option(chosen, draw(given)))
 
 
 class Read(BaseException):

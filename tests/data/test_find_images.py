@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
-        {"train": "images/a.jpg", "val": "images/b.jpg"},
+        {"train": "images/a.jpg", "test": "images/b.jpg"},
     ),
     "data.yaml with another word": (
         "train/a.jpg val/b.jpg",

@@ -83,7 +83,7 @@ def present(tree: Tree, world: World) -> Truth:
     is_unread = world.layout == "voc: lists" and "no empty files" in world.flags
     if is_unread and not any(picture.things for picture in splits.get("test", {}).values()):
         splits.pop("test", None)  # VOC2012's list is public, its XML files are not
-    if "val" not in splits and "test" in splits and not world.layout.startswith("coco"):
+    if "val" not in splits and any(p.things for p in splits.get("test", {}).values()):
         splits["val"] = splits.pop("test")
     return splits
 

@@ -86,7 +86,11 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     if (devices := draw(st.sampled_from([None, None, 2, 8]))) is not None:
         words.append(f"--devices-per-node={devices}")
         wrong += ["--devices-per-node"] * (devices < count // nodes)
-    words += draw(st.sampled_from([[], ["--bind-to=none"], ["--restarts=1"]]))
+    words += draw(st.sampled_from([[], ["--bind-to=none"], ["--restarts=1"], ["--tpu-version=v4"]]))
+    binds = launcher == "mpirun" or (launcher, plural) == ("kubernetes", "hpus")
+    idle = ["--tpu-version"] * (plural != "tpus")
+    idle += ["--bind-to"] * (launcher != "torchrun" and not binds)
+    wrong += [option for option in idle if words[-1].startswith(option)]
     keys = [key for key in FORMED if key.startswith(launcher)]
     for key in draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)) if keys else ():
         good, bad = FORMED[key]

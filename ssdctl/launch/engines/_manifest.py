@@ -68,8 +68,7 @@ class ManifestBuilder:
     def build(self, job_name: str) -> Manifest:
         """Return the manifest; for an Indexed Job, a list with its Service."""
         config, nodes = self.settings, self.request.config.nodes
-        # Only HPUs on several nodes need the MPI operator.
-        kind = "MPIJob" if self.request.device == "hpu" and nodes > 1 else "Job"
+        kind = "MPIJob" if is_mpi_job(self.request) else "Job"
         name = config.name or job_name
         metadata: Manifest = {
             "name": name,
@@ -239,6 +238,11 @@ class ManifestBuilder:
             # mpirun only waits; reserved cores might not fit on the nodes of the workers.
             requests["cpu"] = "250m"
         return {"limits": amounts, "requests": requests} if amounts else {}
+
+
+def is_mpi_job(request: LaunchRequest) -> bool:
+    """Return whether the job needs the MPI operator: only HPUs on several nodes do."""
+    return request.device == "hpu" and request.config.nodes > 1
 
 
 def _given(**fields: Any) -> Manifest:

@@ -36,7 +36,7 @@ from ssdctl.launch.base import (
     require_program,
     submit_text,
 )
-from ssdctl.launch.engines._manifest import ManifestBuilder, read_volumes
+from ssdctl.launch.engines._manifest import ManifestBuilder, is_mpi_job, read_volumes
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
@@ -62,7 +62,12 @@ class Kubernetes(BatchEngine):
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
         """Read the content of `kubernetes.patch`."""
-        settings = config.kubernetes
+        settings, others = config.kubernetes, ["launch.rdzv_endpoint"]
+        others += ["launch.bind_to"] * (request.device != "hpu")
+        config.require_not_given(others, "does not apply to these pods", "leave it out")
+        if not is_mpi_job(request):
+            given = "--set kubernetes.env=NAME=VALUE sets variables of pods"
+            config.require_not_given(["launch.export_env"], "is for mpirun", given)
         patch = {} if settings.patch is None else _patch(Path(settings.patch))
         return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}")
 

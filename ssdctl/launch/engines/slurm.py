@@ -98,6 +98,10 @@ class Slurm(BatchEngine):
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Slurm:
+        others = ["launch.rdzv_endpoint", "launch.bind_to"]
+        config.require_not_given(others, "does not apply to --launcher slurm", "leave it out")
+        all_travel = "leave it out: jobs take all variables along"
+        config.require_not_given(["launch.export_env"], "is for mpirun", all_travel)
         return cls(config.slurm)
 
     def require(self) -> None:

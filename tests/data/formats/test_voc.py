@@ -73,7 +73,7 @@ def test_a_devkit_of_two_years(tmp_path: Path) -> None:
     splits = read(tmp_path)
     years = ("VOC2007", "VOC2012")
     assert list(boxes_of(splits)) == [f"{y}/JPEGImages/{y}_0.jpg" for y in years]
-    assert list(boxes_of(splits, "val")) == [f"{y}/JPEGImages/{y}_1.jpg" for y in years]  # test
+    assert list(boxes_of(splits, "test")) == [f"{y}/JPEGImages/{y}_1.jpg" for y in years]
 
 
 @pytest.mark.parametrize(
