@@ -39,6 +39,7 @@ else:
 log = logging.getLogger(__name__)
 _DESCRIBING = threading.Lock()
 TEMPORARY_SUFFIX = ".tmp"
+MAX_IN_TEMPORARY = 220  # bytes of its name; file systems take 255
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
 # Errors of damaged or deeply nested JSON; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -136,7 +137,13 @@ def no_follow(path: str | Path, flags: int) -> int:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    name = _shortened(path.name)
+    return path.with_name(f".{name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def _shortened(name: str) -> str:
+    """Shorten a name so that the longest one of a file system has a temporary name, too."""
+    return name.encode("utf-8", "surrogateescape")[:MAX_IN_TEMPORARY].decode("utf-8", "ignore")
 
 
 def refuse_url(path: str | Path, option: str) -> None:
@@ -325,7 +332,7 @@ def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     Call it before this process writes to the folder, which need not exist: in a restarted pod this
     process often has the same id as the dead writer.
     """
-    removed = []
+    removed, names = [], tuple(map(_shortened, names))
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         match = TEMPORARY_NAME.fullmatch(path.name)
         if match is None or (names and match[1] not in names):

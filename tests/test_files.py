@@ -40,8 +40,11 @@ from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.observers.mllog import MLLog
 
 
-def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+@pytest.mark.parametrize("name", ["file", "é" * 127])
+def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
     write_text(path, "old")
     code = (
         "import os, signal, sys; from pathlib import Path; from ssdctl.files import atomic_write\n"
@@ -50,7 +53,8 @@ def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(tmp_
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert path.read_text() == "old"
-    assert len(remove_stale_temporaries(tmp_path)) == 1
+    assert not remove_stale_temporaries(tmp_path, "other")
+    assert len(remove_stale_temporaries(tmp_path, name)) == 1
     assert list(tmp_path.iterdir()) == [path]
 
 

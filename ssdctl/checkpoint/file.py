@@ -8,6 +8,7 @@ file has only the weights and the classes (exported.py), other systems' have oth
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import re
@@ -33,7 +34,7 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.runs.evaluation import read_evaluation
-from ssdctl.runs.folder import RunDir, evaluation_of
+from ssdctl.runs.folder import evaluation_of, run_of
 from ssdctl.runtime.packages import torch_warnings_ignored
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
@@ -99,8 +100,8 @@ def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
 
     The score arrives after the checkpoint is saved: the file has those of the evaluation before.
     """
-    run = RunDir(read.path.parent.parent)
-    if not isinstance(read, Checkpoint) or read.path.parent != run.checkpoints:
+    run = run_of(read.path)
+    if not isinstance(read, Checkpoint) or read.path.absolute().parent != run.checkpoints:
         return read
     for file in (evaluation_of(run.step_checkpoint(read.step)), run.evaluation):
         with contextlib.suppress(DataError):
@@ -275,7 +276,9 @@ def read_payload(path: Path) -> Any:
             )
         if magic == b"PK":
             check_zip(path)
-        with torch_warnings_ignored():  # about formats that are checked by the result
+        # Other programs save their options, too: a Namespace only holds values.
+        inert = torch.serialization.safe_globals([argparse.Namespace])
+        with torch_warnings_ignored(), inert:  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except SsdctlError:
         raise

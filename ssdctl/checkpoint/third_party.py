@@ -176,7 +176,8 @@ def state_of(payload: Any) -> Mapping[Any, Any] | None:
     if isinstance(payload.get("model"), Mapping):
         model: Mapping[Any, Any] = payload["model"]
         return model
-    return payload if "backbone.scale_weight" in payload else None
+    names = {WRAPPERS.sub("", str(name)) for name in payload}
+    return payload if "backbone.scale_weight" in names else None
 
 
 def from_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
+UNLIMITED = 100_000  # columns
 MAX_MESSAGE = 20_000  # characters
 STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1", "dim": "2"}
 
@@ -253,4 +254,6 @@ def rich_console(stream: IO[str]) -> RichConsole:
             options["markup"] = False
             return super().render_str(_encodable(printable(text), stream), **options)
 
-    return PrintableConsole(file=stream, highlight=False, markup=False, emoji=False)
+    is_narrow = stream.isatty() or "COLUMNS" in os.environ
+    width = None if is_narrow else UNLIMITED  # a reader of a pipe wants a row in a line
+    return PrintableConsole(file=stream, highlight=False, markup=False, emoji=False, width=width)

@@ -20,8 +20,8 @@ from ssdctl.exporting import (
     MAX_AP_LOSS,
     MAX_BATCH,
     NMS,
-    SUFFIXES,
     ExportRequest,
+    expected_suffix,
     export_checkpoint,
 )
 from ssdctl.runtime.safe_text import quoted
@@ -144,7 +144,7 @@ def _next_command(request: ExportRequest, config: Config) -> str:
     if request.nms == "efficientnms":
         engine = f"{request.out.stem}.engine"
         return f"trtexec --onnx={shlex.quote(out)} --saveEngine={shlex.quote(engine)}"
-    if request.out.suffix != SUFFIXES.get(request.format, request.out.suffix):
+    if request.out.suffix != expected_suffix(request):
         return ""
     least = config.evaluate.score_threshold or 0  # the NMS in the file drops lower scores
     chosen = config.predict.score

@@ -212,7 +212,7 @@ def command_line() -> list[str]:
     global _joined
     is_bash = os.environ[COMPLETION_VARIABLE] == "complete_bash"
     text = os.environ.get(BASH_WORDS if is_bash else OTHER_WORDS, "")
-    words = _words(text)
+    words = [" ".join(_words(line)) for line in text.split("\n")] if is_bash else _words(text)
     if is_bash:
         position = int(os.environ[BASH_POSITION])
         words = [*words[: position + 1], *[""] * (position + 1 - len(words))]

@@ -111,7 +111,7 @@ def data(
     from ssdctl.benchmark.data import benchmark_data
 
     with _splits(call) as splits:
-        metrics = benchmark_data(splits["train"], call.config, seconds)
+        metrics = benchmark_data(_train_split(call, splits), call.config, seconds)
     call.console.info(
         f"{metrics['workers']} threads load {metrics['images_per_second']:,} img/s: enough if the "
         "GPUs of this machine train at most that many in total"
@@ -148,7 +148,7 @@ def train(
     from ssdctl.benchmark.train import benchmark_train
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
-        split = splits["train"] if splits else None
+        split = _train_split(call, splits) if splits else None
         metrics = benchmark_train(split, call.config, seconds)
     if metrics is not None:
         _print_metrics(call, metrics)
@@ -195,6 +195,13 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         shapes.generate(root, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
         prepare(root, root / "prepared", PrepareConfig(pack=False))
         yield open_dataset(root, root / "prepared")
+
+
+def _train_split(call: Call, splits: dict[str, Split]) -> Split:
+    from ssdctl.data.dataset import require_split
+    from ssdctl.data.store_folder import dataset_folders
+
+    return require_split(splits, "train", dataset_folders(call.config.data)[0])
 
 
 def _print_metrics(call: Call, metrics: Measurements) -> None:

@@ -99,7 +99,7 @@ def predict(
     settings = call.config.predict
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
-    if looks_like_image(arguments[0]):
+    if looks_like_image(arguments[0], recursive=settings.recursive):
         checkpoint, images = name_newest_run(call.console), arguments
     else:
         checkpoint, images = arguments[0], arguments[1:]
@@ -322,6 +322,8 @@ def _predict_video(
         except KeyboardInterrupt:
             if not is_camera(name):
                 raise
+        if failure is not None and not count:
+            raise failure  # nothing is written
         call.console.info(f"{name}: {counted(count, 'frame')}{written}")
     if failure is not None:
         raise failure

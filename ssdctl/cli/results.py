@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SIZES = ("APs", "APm", "APl")
 INTERVALS = "In brackets: 95% intervals, from 1,000 draws of the images."
+MIN_NAME = 12  # columns, in which a long name is folded
 RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
@@ -56,6 +57,7 @@ def _row(path: Path) -> dict[str, Any]:
 
     run, time = Run(path), written_at(path)
     row = {"path": str(path), "time": time, "data": "", "network": "", "steps": 0, "ap": None}
+    row["fold"] = None
     host = running_on(path)
     try:
         data = run.settings.get("data.root")
@@ -120,7 +122,7 @@ def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
     for column in runs.columns:
         if column.header in ("run", "data"):
-            column.overflow = "fold"
+            column.overflow, column.min_width = "fold", MIN_NAME
         else:
             column.no_wrap = True
     states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]

@@ -50,6 +50,7 @@ def setting(
 LARGEST_INT = 2**63 - 1  # the limit of TOML and of checkpoints
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INT)]
+BatchSize = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from ssdctl.config.fields import (
+    BatchSize,
     ClusterName,
     Count,
     Duration,
@@ -185,7 +186,7 @@ class TrainConfig(Section, frozen=True):
     # Recipe
     epochs: Annotated[Count, setting("Length of the run in epochs", aliases=("-e",))]
     batch_size: Annotated[
-        Count | Literal["auto"],
+        BatchSize | Literal["auto"],
         setting(
             "Batch size per device (auto: the largest that fits in memory)",
             flag="--bs",
@@ -361,7 +362,7 @@ class EvaluateConfig(Section, frozen=True):
     """The evaluation of a checkpoint."""
 
     split: Annotated[Literal["train", "val", "test"], setting("Split to evaluate")] = "val"
-    batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 16
+    batch_size: Annotated[BatchSize, setting("Batch size", flag="--bs")] = 16
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
         setting("Precision [default: the run's, else fp32]", choice_flags=True),
@@ -407,7 +408,7 @@ class PredictConfig(Section, frozen=True):
     )
     recursive: Annotated[bool, setting("Also search subfolders")] = False
     save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
-    batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 8
+    batch_size: Annotated[BatchSize, setting("Batch size", flag="--bs")] = 8
     precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
     device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from ssdctl.runtime.safe_text import quoted
-from ssdctl.runtime.system import user_temporary_dir
+from ssdctl.runtime.system import expand_home, user_temporary_dir
 
 TOML = "dataset.toml"
 STORE_NAME = "prepared"
@@ -34,7 +34,9 @@ def prepare_command(root: Path, folder: Path | None = None, *options: str) -> st
 
 def cache_folder() -> Path:
     """Return `ssdctl` in the user's cache folder, or a folder in /tmp if the cache is read-only."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    base = expand_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if base is None:
+        return user_temporary_dir()
     existing = next((path for path in (base, *base.parents) if path.exists()), base)
     if is_writable(existing):
         return base / "ssdctl"

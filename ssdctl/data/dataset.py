@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ssdctl.data import TOML, prepare_command
+from ssdctl.data import TOML, index, prepare_command, usual_store
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
@@ -29,6 +29,7 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     one_image_per_file,
+    paths_below,
     refuse,
     relative_folder,
     split_of,
@@ -150,19 +151,28 @@ def read_dataset(
     conversion: Conversion,
     module: Format | None = None,
     *,
+    store: Path | None = None,
     is_remembered: bool = False,
 ) -> dict[str, Annotations]:
     """Read the splits of a dataset, in the order of SPLITS; see `read_and_convert`."""
-    return read_and_convert(root, conversion, module, is_remembered=is_remembered)[0]
+    return read_and_convert(root, conversion, module, store=store, is_remembered=is_remembered)[0]
 
 
 def read_and_convert(
-    root: Path, conversion: Conversion, module: Format | None = None, *, is_remembered: bool
+    root: Path,
+    conversion: Conversion,
+    module: Format | None = None,
+    *,
+    store: Path | None,
+    is_remembered: bool,
 ) -> tuple[dict[str, Annotations], Conversion]:
     """Read the splits of a dataset; return also the conversion that was applied.
 
-    `module` is the format if known. `is_remembered`: the conversion is the last one, so its --split
-    does not apply to a dataset that has validation images by now.
+    Args:
+        module: The format if known.
+        store: Of the dataset; images that it has divided in the same way stay where they are.
+        is_remembered: The conversion is the last one, so its --split does not apply to a dataset
+            that has validation images by now.
     """
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
@@ -181,7 +191,8 @@ def read_and_convert(
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
-        train, val = divided(whole, conversion.split, conversion.group, below)
+        known = _last_division(root, store, conversion) if store else {}
+        train, val = divided(whole, conversion.split, conversion.group, below, known)
         splits = {**splits, "train": train, "val": val}
     if "val" not in splits and "test" in splits and len(splits["test"].boxes):
         test = splits.pop("test")
@@ -191,6 +202,19 @@ def read_and_convert(
         )
         splits["val"] = test._replace(notes=[*test.notes, note])
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
+
+
+def _last_division(root: Path, store: Path, conversion: Conversion) -> dict[str, bool]:
+    """Return which images this --split chose to train on, by path below the dataset folder."""
+    store = store if index.read_made(store) else usual_store(root)
+    made, known = index.read_made(store), dict[str, bool]()
+    now = conversion.split, conversion.group
+    if made is not None and (made.conversion.split, made.conversion.group) == now:
+        for split in ("train", "val"):
+            folder = index.require_metadata(index.index_path(store, split)).images
+            names = index.read_images(store, split).names
+            known |= dict.fromkeys(paths_below(folder, names), split == "train")
+    return known
 
 
 def _image_dir(root: Path, folder: str) -> str:

@@ -7,7 +7,8 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,20 +20,27 @@ from ssdctl.runtime.safe_text import counted
 # Names that differ only in a counter, or are augmented copies of one image by Roboflow.
 SERIES = (r"(.*)\.rf\.[0-9a-f]+\.\w+$", r"(.*?)[-_ .]*\d+\.\w+$")
 MIN_SERIES = 3  # fewer cannot be divided well
+NOTHING_KNOWN: Mapping[str, bool] = MappingProxyType({})
 MIN_SHARE = 0.5  # of the images; fewer are taken for chance
 
 
 def divided(
-    annotations: Annotations, share: float, group: str | None = None, folder: str = "."
+    annotations: Annotations,
+    share: float,
+    group: str | None = None,
+    folder: str = ".",
+    known: Mapping[str, bool] = NOTHING_KNOWN,
 ) -> tuple[Annotations, Annotations]:
     """Divide a split: `share` of the images to train on, the others to validate.
 
-    Only an image's path below the dataset folder decides where it goes: the same files are divided
-    the same way everywhere, and a few more images move few others. Paths with the same match of the
-    regular expression `group` (or of its first group) stay together, and the share is approximate.
+    Images that were divided before stay where they are. Of the others, only the path below the
+    dataset folder decides: the same files are divided the same way everywhere. Paths with the same
+    match of the regular expression `group` (or of its first group) stay together, and the share is
+    approximate.
 
     Args:
         folder: The folder of the file names, relative to the dataset folder.
+        known: Whether an image, by its path below the dataset folder, was one to train on.
     """
     names = paths_below(folder, annotations.file_names)
     if len(names) < 2:
@@ -46,10 +54,18 @@ def divided(
             f"--group {group}",
             hint="give an expression that matches another part of the names",
         )
-    order = _shuffled(counts)
-    sums = np.cumsum([counts[name] for name in order])[:-1]
-    num_train = int(np.abs(sums - round(share * len(names))).argmin()) + 1
-    chosen = set(order[:num_train])
+    sides: dict[str, bool] = {}
+    for name, path in zip(groups, names, strict=True):
+        if path in known:
+            sides[name] = sides.get(name, True) and known[path]
+    new = _shuffled(name for name in counts if name not in sides)
+    chosen = {name for name, is_train in sides.items() if is_train}
+    fewest, most = int(not chosen), len(new) - (len(chosen) == len(sides))
+    if fewest > most:  # one part has no image any more
+        return divided(annotations, share, group, folder)
+    sums = np.cumsum([sum(counts[name] for name in chosen), *(counts[name] for name in new)])
+    off = np.abs(sums - round(share * len(names)))[fewest : most + 1]
+    chosen.update(new[: fewest + int(off.argmin())])
     is_train = np.array([name in chosen for name in groups])
     return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
 

@@ -81,6 +81,10 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
             log.info(
                 "%s: images that may show objects but have no box, left out: %d", name, left_out
             )
+        if (split.pixel_sizes[rows] < split.sizes[rows]).any():
+            log.info(
+                "%s: images and boxes are those of the store, which --shrink made smaller", name
+            )
         shown = progress(rows, total=len(rows), label=name, unit="images")
         write(out, name, _images(split, shown), classes)
     if target == "yolo":

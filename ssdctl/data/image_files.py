@@ -75,7 +75,10 @@ def dataset_folder(path: Path) -> Path:
     """Return the folder of images and labels, of a dataset that may be named by its label file."""
     if not path.is_file():
         return path
-    return path.parent.parent if path.parent.name in ANNOTATION_FOLDERS else path.parent
+    folder = path.parent
+    if folder.name in ("", ".."):  # typed in or below the folder of the labels
+        return folder / ".." if folder.resolve().name in ANNOTATION_FOLDERS else folder
+    return folder.parent if folder.name in ANNOTATION_FOLDERS else folder
 
 
 def split_folders(root: Path, split: str) -> Iterator[Path]:

@@ -216,7 +216,7 @@ def count_images(
             rows = fold_rows(train, fold, group)
             train, num_val, warnings = without_images(train, rows), len(rows), ()
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
-    unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
+    unprepared = read_dataset(root, _last(root, folder), store=folder, is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
     if changed or has_packed_images(folder) or not is_known or fold is not None:
@@ -272,7 +272,7 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """
     require_root(root)
     if not is_prepared(root, folder):
-        return read_dataset(root, _last(root, folder), is_remembered=True)
+        return read_dataset(root, _last(root, folder), store=folder, is_remembered=True)
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

@@ -191,7 +191,9 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     name, module = find(root, conversion.source)
     base, files = root_folder(root), label_files(root, name, folder)
     versions, contents = versions_of(base, files), contents_of(base, files)
-    splits, conversion = read_and_convert(root, conversion, module, is_remembered=is_remembered)
+    splits, conversion = read_and_convert(
+        root, conversion, module, store=folder, is_remembered=is_remembered
+    )
     require_same_classes(root, splits)
     resolved = resolve_images(splits)
     if label_files(root, name, folder) != files or versions_of(base, files) != versions:

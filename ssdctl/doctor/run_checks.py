@@ -32,7 +32,7 @@ from ssdctl.doctor.machine import (
 )
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.system import run_in_daemon_thread
+from ssdctl.runtime.system import expand_home, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
@@ -107,10 +107,8 @@ def without_secrets(text: str) -> str:
     # Colors of other programs, and control characters.
     text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
     text = redact_urls(text)
-    with contextlib.suppress(RuntimeError):  # an id without a home, as in some containers
-        home = str(Path("~").expanduser())
-        if len(home) > 1:
-            text = re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
+    if (home := expand_home("~")) not in (None, Path("/")):
+        text = re.sub(rf"(?<![\w/.-]){re.escape(str(home))}(?![\w.-])", "~", text)
     with contextlib.suppress(OSError, KeyError):  # an id without a name
         user = re.escape(getpass.getuser())
         text = re.sub(rf"(?<=/){user}(?=/|$|[\s:,;)'\"])", "$USER", text)

@@ -20,6 +20,7 @@ from ssdctl.download.transfer import PartialFile, Progress, partial_path, transf
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import free_bytes, lock, safe_join, write_text
 from ssdctl.runtime.safe_text import redact_url
+from ssdctl.runtime.system import expand_home, user_temporary_dir
 
 WEIGHTS_CONNECTIONS = 4
 HASH_BYTES = 1024 * 1024
@@ -36,7 +37,7 @@ def torch_cache_dir() -> Path:
     `~/.cache/torch` ($XDG_CACHE_HOME honored)."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
-    return Path(home).expanduser() / "hub" / "checkpoints"
+    return (expand_home(home) or user_temporary_dir()) / "hub" / "checkpoints"
 
 
 def fetch(

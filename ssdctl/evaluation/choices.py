@@ -25,6 +25,7 @@ from ssdctl.data.open_dataset import without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
+from ssdctl.runs.folder import run_of
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
 from ssdctl.runtime.safe_text import counted
@@ -120,7 +121,7 @@ def _was_divided_anew(
         train = without_images(train, held)
     elif require_metadata(train.index_file).made.conversion.split is None:
         return False
-    run, now = Run(checkpoint.path.parent.parent), train.training_digest()
+    run, now = Run(run_of(checkpoint.path).path), train.training_digest()
     records: list[Record] = []
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
         records = run.events

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from ssdctl.config import Config
+from ssdctl.config.settings import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError, import_package
 from ssdctl.files import atomic_write, remove_stale_temporaries, write_bytes
@@ -100,13 +101,22 @@ def _find_source(checkpoint: Named, out: Path, config: Config) -> Path | nn.Modu
     from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if isinstance(source, Path) and out.exists() and out.samefile(source):
-        raise UsageError(f"{out}: is the checkpoint itself", hint="give another file")
+    for file in (out, *[out.with_suffix(".bin")] * (out.suffix == ".xml")):
+        if isinstance(source, Path) and file.exists() and file.samefile(source):
+            raise UsageError(f"{file}: is the checkpoint itself", hint="give another file")
+    if out.suffix == ".xml" and out.with_suffix(".bin").exists() and not out.exists():
+        raise UsageError(f"{out.with_suffix('.bin')} exists", hint="give --out another name")
     return source
 
 
+def expected_suffix(request: ExportRequest) -> str:
+    """Return the suffix of a format; for others, that of the file unless it is of a format."""
+    own = request.out.suffix
+    return SUFFIXES.get(request.format, ".pt" if own in SUFFIXES.values() else own)
+
+
 def _check_suffix(request: ExportRequest) -> None:
-    suffix = SUFFIXES.get(request.format, request.out.suffix)
+    suffix = expected_suffix(request)
     if request.out.suffix == suffix:
         return
     problem = f"{request.out}: the name of a file in this format ends in {suffix}"
@@ -147,6 +157,10 @@ def _check(request: ExportRequest) -> Outputs:
 def _check_settings(request: ExportRequest, outputs: Outputs, config: Config) -> None:
     """Refuse settings of the call that do not change the file."""
     has_nms = request.format in GRAPH_FORMATS and outputs in ("onnx", "efficientnms")
+    if config.sources["data.root"].kind is Kind.CALL and config.data.root:
+        from ssdctl.data.dataset import require_root
+
+        require_root(Path(config.data.root))
     if request.format not in GRAPH_FORMATS:
         reason = f"does not apply to {request.format}, which is not run before it is written"
         config.require_not_given(["data.root"], reason, "leave it out")
@@ -167,7 +181,7 @@ def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
     import torch
 
     from ssdctl.checkpoint.exported import describe_network
-    from ssdctl.checkpoint.third_party import label_map, to_third_party
+    from ssdctl.checkpoint.third_party import backbone_of, label_map, to_third_party
 
     architecture = checkpoint.architecture
     if kind == "safetensors":
@@ -176,9 +190,9 @@ def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
         metadata = {name: json.dumps(value) for name, value in facts if name != "format"}
         write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
         return
-    if architecture.backbone == "vgg16":
+    if backbone_of(checkpoint.model) != architecture.backbone or architecture.backbone == "vgg16":
         raise UsageError(
-            f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16",
+            f"{checkpoint.path}: {kind}'s network is a ResNet, this one is {architecture.backbone}",
             hint="--format onnx and --format safetensors write any network",
         )
     if architecture.extra_norm != EXTRA_NORM[kind]:

@@ -9,6 +9,7 @@ samples/1.jpg ...    images of the dataset with detections
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from ssdctl.download.hub import (
     hub_package,
     no_progress_bars,
 )
-from ssdctl.errors import NetworkError
+from ssdctl.errors import NetworkError, UsageError
 from ssdctl.evaluation.choices import trained_on
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.exporting import safetensors_bytes
@@ -46,6 +47,7 @@ from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
+from ssdctl.runs.folder import run_of
 from ssdctl.runs.run import Run
 from ssdctl.runtime.safe_text import listed, open_template
 
@@ -54,6 +56,7 @@ MAX_TRIED = 50  # images of the dataset in which detections are looked for
 SAMPLE_PIXELS = 800  # the longer side
 SAMPLE_SCORE = 0.3
 CARD, ONNX = "README.md", "model.onnx"
+MODEL_TYPE = "ssd300"
 
 
 def write_model_folder(
@@ -72,6 +75,7 @@ def write_model_folder(
     """
     config = model_config(checkpoint)
     require_onnx()
+    _refuse_foreign_files(folder)
     dataset = dataset_folders(trained_on(checkpoint))
     images = _draw(checkpoint, folder, dataset_images(*dataset, MAX_TRIED), samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
@@ -81,6 +85,15 @@ def write_model_folder(
     licenses = {"license": license_id, "data_license": data_license}
     write_text(folder / CARD, model_card(checkpoint, repo=repo, samples=images, **licenses))
     return [CARD, WEIGHTS, CONFIG, ONNX, *images]
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """Refuse a folder in which files of others would be replaced."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads((folder / CONFIG).read_bytes()).get("model_type") == MODEL_TYPE:
+            return
+    if found := [name for name in (CARD, WEIGHTS, CONFIG, ONNX) if (folder / name).exists()]:
+        raise UsageError(f"{folder / found[0]} exists, and is not ssdctl's: give another folder")
 
 
 def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
@@ -120,7 +133,7 @@ def model_config(checkpoint: NetworkWeights) -> dict[str, Any]:
     """Return the content of config.json, for ssdctl and other programs."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
-        "model_type": "ssd300",
+        "model_type": MODEL_TYPE,
         "ssdctl_version": __version__,
         **describe_network(replace(checkpoint, classes=class_names(checkpoint))),
         "preprocessing": {"size": IMAGE_SIZE, "mean": constants.mean, "std": constants.std},
@@ -135,7 +148,7 @@ def model_config(checkpoint: NetworkWeights) -> dict[str, Any]:
 
 def _metrics(checkpoint: NetworkWeights) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of this step and the AP of each class, from the run folder."""
-    run = Run(checkpoint.path.parent.parent)
+    run = Run(run_of(checkpoint.path).path)
     if not run.is_trained:
         return {}, {}
     records = [record for record in run.evals if record["step"] == checkpoint.step]

@@ -123,7 +123,7 @@ def find_sources(
     return sources
 
 
-def looks_like_image(name: str) -> bool:
+def looks_like_image(name: str, *, recursive: bool = False) -> bool:
     """Return whether an argument names images or a video, and not a checkpoint, by its form.
 
     Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images,
@@ -136,7 +136,8 @@ def looks_like_image(name: str) -> bool:
         run = RunDir(path)
         if is_model_folder(path) or run.metrics.exists() or run.checkpoints.is_dir():
             return False
-        return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
+        files = path.rglob("*") if recursive else path.iterdir()
+        return any(p.suffix.lower() in IMAGE_SUFFIXES for p in files)
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return True
     return _is_pattern(name)

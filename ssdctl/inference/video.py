@@ -86,7 +86,9 @@ class Video:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
         except OSError as error:
             raise DataError(f"{self._name}: cannot be read on: {_reason(error)}") from None
-        if frame is not None and self._is_truncated(count, self._since_start(frame)):
+        if frame is None:
+            raise DataError(f"{self._name}: damaged video: no frame can be decoded")
+        if self._is_truncated(count, self._since_start(frame)):
             raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
 
     def _since_start(self, frame: Any) -> float:

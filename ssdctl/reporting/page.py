@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import Image
 
 from ssdctl._version import __version__
@@ -44,6 +44,7 @@ from ssdctl.runs.folder import RunDir, make_report_dir
 from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
+from ssdctl.runtime.system import expand_home
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -100,9 +101,15 @@ def _with_relative_paths(text: str, folder: Path) -> str:
     for ups, above in enumerate((folder, *folder.parents)):
         if len(above.parts) > 2:  # not /home, not /tmp
             relative = "/".join([".."] * ups) or "."
-            text = re.sub(rf"(?<![\w./-]){re.escape(str(above))}(?![\w.-])", relative, text)
-    home = str(Path.home())
-    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])", "~", text) if home != "/" else text
+            text = _with_path_as(relative, above, text)
+    home = expand_home("~")
+    return text if home in (None, Path("/")) else _with_path_as("~", home, text)
+
+
+def _with_path_as(short: str, path: Path | None, text: str) -> str:
+    for written in {str(path), str(escape(str(path)))}:
+        text = re.sub(rf"(?<![\w./-]){re.escape(written)}(?![\w.-])", short, text)
+    return text
 
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:

@@ -8,6 +8,7 @@ new one. On a file system without locks nothing is checked.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import os
 import platform
@@ -95,7 +96,9 @@ class RunDir:
             UsageError: The folder has none.
         """
         files = self.step_checkpoints()
-        if self.best.is_file() and not any(self.best.samefile(f) for f in files):
+        # In a copy of a run folder, the best is no longer a link to a recent one.
+        is_recent = (filecmp.cmp(self.best, f, shallow=False) for f in files)
+        if self.best.is_file() and not any(is_recent):
             files.insert(0, self.best)
         if not files:
             raise _no_checkpoints(self.path)
@@ -189,10 +192,16 @@ def run_dir(config: Config) -> RunDir:
     return RunDir(RUNS / f"{name}-{start}{preset}{fold}")
 
 
+def run_of(checkpoint: Path) -> RunDir:
+    """Return the folder of the run that a checkpoint belongs to: of RUN/checkpoints/FILE."""
+    return RunDir(checkpoint.absolute().parent.parent)
+
+
 def _name_of(checkpoint: Path) -> str:
     """Return a detector's name, the run of a run's checkpoint, or the name of another file."""
-    is_of_run = checkpoint.parent.name == RunDir(Path()).checkpoints.name
-    return checkpoint.parent.parent.name if is_of_run else FILE_SUFFIX.sub("", checkpoint.name)
+    run = run_of(checkpoint)
+    is_of_run = checkpoint.absolute().parent == run.checkpoints
+    return run.path.name if is_of_run else FILE_SUFFIX.sub("", checkpoint.name)
 
 
 def dataset_name(root: Path) -> str:

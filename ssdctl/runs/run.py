@@ -34,6 +34,7 @@ from ssdctl.runs.folder import (
     find_checkpoint,
     read_environment,
     run_dir,
+    run_of,
     step_of,
 )
 from ssdctl.runs.going_back import has_continued_from
@@ -313,7 +314,7 @@ def continued_config(config: Config) -> Config | None:
     """Return the config of the run that `config` continues; None if it starts one."""
     run, resume = run_dir(config), config.train.resume
     if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
-        run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
+        run = run_of(Path(resume))
     if resume != "never" and run.step_checkpoints():
         with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
             return Run(run.path).config

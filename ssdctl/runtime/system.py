@@ -191,6 +191,14 @@ def is_process_running(process: int) -> bool:
     return True
 
 
+def expand_home(path: str) -> Path | None:
+    """Return the path with `~` replaced; None for an id without a home, as in some containers."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return None
+
+
 def user_temporary_dir() -> Path:
     """Return `$TMPDIR/ssdctl-UID` (or in /tmp); it need not exist, and may be another user's."""
     return Path(os.environ.get("TMPDIR") or "/tmp", f"ssdctl-{os.getuid()}")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Conversion
+from ssdctl.data.index import read_images
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.sources import is_prepared
@@ -203,3 +204,26 @@ def test_a_remembered_split_is_not_used_once_there_are_validation_images(
     assert "validation images were added" in "".join(caplog.messages)
     for options, code in (((), 0), (("--split", 0.75), 2)):
         assert cli("prepare", "--data", dataset, "--no-pack", *options).code == code
+
+
+@pytest.mark.parametrize("again", [(), ("--split", 0.8)])
+def test_an_image_that_was_held_out_stays_held_out(
+    again: tuple[object, ...], tmp_path: Path, cli: Cli
+) -> None:
+    root = exports.roboflow_yolo(tmp_path / "parts")
+    shutil.rmtree(root / "val")
+
+    def parts(numbers: range, *options: object) -> list[set[str]]:
+        for number in numbers:
+            for place in ("images/0.jpg", "labels/0.txt"):
+                path = root / "train" / place
+                shutil.copy(path, path.with_name(f"{number}{path.suffix}"))
+        assert cli("prepare", "--data", root, "--no-pack", *options).code == 0
+        return [{*read_images(root / "prepared", split).names} for split in ("train", "val")]
+
+    before = parts(range(6, 20), "--split", 0.8)
+    for _ in range(8):
+        now = parts(range(len({*before[0], *before[1]}), len({*before[0], *before[1]}) + 3), *again)
+        assert [old <= new for old, new in zip(before, now, strict=True)] == [True, True]
+        before = now
+    assert len(before[1]) == round(0.2 * 44)

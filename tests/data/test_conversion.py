@@ -105,7 +105,12 @@ def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
 )
 def test_any_division(names: list[str], share: float) -> None:
     """Every image and box occurs once; both sides have some."""
-    whole = annotations_of(names)
+    whole, before = annotations_of(names), names[: max(2, len(names) // 2)]
+    first = divided(annotations_of(before), share)
+    known = {name: part is first[0] for part in first for name in part.file_names}
+    train, val = divided(whole, share, known=known)
+    assert {*first[0].file_names} <= {*train.file_names}  # more images move none
+    assert {*first[1].file_names} <= {*val.file_names}
     train, val = divided(whole, share)
     assert sorted(train.file_names + val.file_names) == sorted(names)
     for part in (train, val):

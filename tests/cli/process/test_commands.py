@@ -87,25 +87,46 @@ def test_a_checkpoint_that_training_deletes_is_left_out(
     assert result.code == 0, result.err
     assert f"{lost}: skipped" in result.err
     names = [Path(e["checkpoint"]).name for e in json.loads(result.out)["checkpoints"]]
-    assert names == ["best.pt", "step-00000003.pt"]
+    assert names == ["step-00000003.pt"]  # best.pt is a copy of it
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     """The best checkpoint, or every one with --all."""
     shutil.copytree(tiny_run, "run")
     checkpoints = Path("run/checkpoints")
-    (checkpoints / "best.pt").unlink()  # a copy is not a link: another checkpoint
-    shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "step-00000002.pt")
-    shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "best.pt")
+    shutil.copy(changed(checkpoints / "best.pt", "train.seed", 5), checkpoints / "step-00000002.pt")
     options = ("--device", "cpu", "--limit", 2)
     best = json.loads(cli("evaluate", "run", "--json", *options).out)
     assert (best["checkpoint"], best["images"]) == ("run/checkpoints/best.pt", 2)
     entries = json.loads(cli("evaluate", "run", "--all", "--json", *options).out)["checkpoints"]
     names = [Path(entry["checkpoint"]).name for entry in entries]
-    assert names == ["best.pt", "step-00000002.pt", "step-00000003.pt"]
-    assert entries[0] == best
+    assert names == ["step-00000002.pt", "step-00000003.pt"]  # best.pt is a copy of the last
+    assert entries[1] == {**best, "checkpoint": entries[1]["checkpoint"]}
     refused = cli("evaluate", checkpoints / "best.pt", "--all", *options)
     assert (refused.code, refused.out) == (2, "")
+
+
+def test_a_checkpoint_named_in_its_own_folder_belongs_to_its_run(
+    cli: Cli, tiny_run: Path, image_file: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_run / "checkpoints")
+    ours, theirs = (
+        cli("predict", name, image_file, "--json", "--device", "cpu")
+        for name in ("best.pt", tiny_run / "checkpoints/best.pt")
+    )
+    assert (ours.code, ours.out) == (0, theirs.out)
+    assert "score thresholds: each class" in ours.err
+    plan = cli("train", "--data", dataset, "--init", "best.pt", "--dry-run")
+    assert "runs/dataset-tiny" in plan.out
+    monkeypatch.chdir(dataset / "annotations")
+    assert cli("prepare", "--data", "instances_val2017.json", "--no-pack").code == 0
+
+
+def test_an_id_without_a_home(cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for line in (["models"], ["report", tiny_run, "--out", "r.html"], ["fetch-weights", "--list"]):
+        assert (result := cli(*line)).code == 0, result.err
 
 
 def test_evaluate_computes_in_the_precision_of_the_run(cli: Cli, checkpoint: Path) -> None:
@@ -132,6 +153,14 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     assert refused.code == 2
     assert "is the checkpoint itself" in refused.err
     assert Path("own.pt").read_bytes() == checkpoint.read_bytes()
+    absent = ("--format", "onnx", "--out", "x.onnx", "--data", "absent")
+    assert cli("export", checkpoint, *absent).code == 3
+    done = cli("export", checkpoint, "--format", "mlperf", "--out", "x.onnx")
+    assert (done.code, "x.onnx: " in done.err, "predict" in done.err) == (0, True, False)
+    Path("own.bin").write_bytes(checkpoint.read_bytes())
+    for source in ("own.bin", checkpoint):  # OpenVINO writes two files
+        assert cli("export", source, "--format", "openvino", "--out", "own.xml").code == 2
+    assert Path("own.bin").read_bytes() == checkpoint.read_bytes()
     for name, has_warning in (("x.safetensors", False), ("x.bin", True)):
         done = cli("export", checkpoint, "--format", "safetensors", "--out", name)
         assert (done.code, f"{name}: " in done.err) == (0, has_warning)
@@ -143,6 +172,13 @@ def test_export_to_nvidias_format(cli: Cli) -> None:
     result = cli("export", "own.pt", "--format", "nvidia", "--out", "epoch_1.pt")
     assert (result.code, "81" in result.err) == (0, True)  # other classes than COCO's
     assert cli("export", "own.pt", "--format", "mlperf", "--out", "x.pt").code == 2
+
+
+@pytest.mark.parametrize("name", ["data", "train"])
+def test_a_benchmark_without_training_images(cli: Cli, dataset: Path, name: str) -> None:
+    (dataset / "annotations/instances_train2017.json").unlink()
+    result = cli("benchmark", name, "--data", dataset, "--seconds", 0.1)
+    assert (result.code, "train" in result.err) == (3, True), result.err
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
@@ -290,7 +326,13 @@ def test_runs_are_listed_with_the_newest_first(cli: Cli, folder: Path) -> None:
     lines = cli("runs", folder).out.splitlines()
     assert all(any(e["path"] in line for line in lines) for e in entries)
     assert json.loads(cli("runs", "runs/sweep", "--json").out) == [deep]
+    assert len({tuple(sorted(e)) for e in entries}) == 1  # the same keys
     assert cli("runs", "absent").code == 2
+    long = folder / ("a long name " * 9)
+    (folder / "new").rename(long)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS")  # a pipe has no width
+        assert any(str(long) in line for line in cli("runs").out.splitlines())
     Path("none").mkdir()
     assert (cli("runs", "none").code, json.loads(cli("runs", "none", "--json").out)) == (0, [])
 

@@ -59,6 +59,11 @@ def test_words_complete(line: str, expected: set[str]) -> None:
     assert set(complete(line)) == expected
 
 
+def test_a_word_before_others_completes() -> None:
+    done = ask("bash", COMP_WORDS="ssdctl\ntrain\n--preset\n\n--lr\n3", COMP_CWORD="3")
+    assert "mlperf-r34" in done.stdout.split()
+
+
 def test_run_folders_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("runs/first", "runs/second", "demo/run", "runs/$(touch pwned)"):

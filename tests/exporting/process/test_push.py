@@ -52,6 +52,16 @@ def test_a_run_is_pushed_and_used_by_its_name(
     assert mine == theirs != []
 
 
+def test_files_of_others_are_not_replaced(cli: Cli, tiny_run: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/README.md").write_text("mine")
+    refused = push(cli, tiny_run, "--out", "mine")
+    assert (refused.code, "README.md" in refused.err) == (2, True)
+    Path("mine/README.md").unlink()
+    for _ in range(2):
+        assert push(cli, tiny_run, "--out", "mine", "--samples", 0).code == 0
+
+
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     options = ("--data-license", "CC0 [see|here]", "--private")
     command = ("push", tiny_run, f"hf://{REPOSITORY}", "--license", "mit", "--out", "card")

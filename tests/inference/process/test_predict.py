@@ -245,7 +245,10 @@ def test_an_image_alone_is_predicted_with_the_newest_run(
         assert result.code == 0, result.err
         assert result.err.splitlines()[0].split()[-1] == "runs/new"
         assert "val/a.jpg" in result.out
-    named = cli("predict", "runs/old", "val/a.jpg", "--device", "cpu")
+    Path("above").mkdir()
+    Path("val").rename("above/val")
+    assert cli("predict", "above", "--recursive", *COMMON).code == 0
+    named = cli("predict", "runs/old", "above/val/a.jpg", "--device", "cpu")
     assert "runs/new" not in named.err
     assert cli("predict", "runs/old", "--device", "cpu").code == 2  # no image
 

@@ -100,13 +100,19 @@ def test_a_damaged_end_keeps_what_came_before(
 
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.avi"])
-def test_a_truncated_file_is_damaged(image_files: list[Path], name: str) -> None:
+def test_a_truncated_file_is_damaged(
+    cli: Cli, checkpoint: Path, image_files: list[Path], name: str
+) -> None:
     write_video(Path(name), image_files, 20)
     Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
     with open_video(name) as video:
         assert len(list(video.frames(limit=5))) == 5
     with open_video(name) as video, pytest.raises(DataError, match=name):
         list(video.frames())
+    write_video(Path("whole.mkv"), image_files, 1)
+    Path(name).write_bytes(Path("whole.mkv").read_bytes()[:2500])
+    result = cli("predict", checkpoint, name, "--out", "o", *COMMON)
+    assert (result.code, name in result.err, Path("o/a.mp4").exists()) == (3, True, False)
 
 
 def test_a_read_error_in_the_middle_names_the_video(image_files: list[Path]) -> None:

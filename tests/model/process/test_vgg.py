@@ -1,5 +1,6 @@
 """SSD300-VGG16 against torchvision's own class, with random weights in its layout."""
 
+import argparse
 from copy import deepcopy
 from pathlib import Path
 
@@ -137,6 +138,14 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     torch.testing.assert_close(
         actual.classification, expected["classification"], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.slow(in_ci=True)
+def test_what_torchvisions_program_saves_is_read(theirs: nn.Module, tmp_path: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}
+    for content in (state, {"model": state, "args": argparse.Namespace(lr=1), "epoch": 3}):
+        torch.save(content, tmp_path / "model_3.pth")
+        assert load_checkpoint(tmp_path / "model_3.pth").architecture.backbone == "vgg16"
 
 
 @pytest.mark.slow(in_ci=True)

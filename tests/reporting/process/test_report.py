@@ -70,7 +70,7 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names no home folder, and its relative and absolute paths mean what they did."""
-    home, work, photos = (tmp_path / name for name in ("home", "home/my work", "home/my photos"))
+    home, work, photos = (tmp_path / name for name in ("o'home", "o'home/work", "o'home/my photos"))
     weights = Path(tempfile.gettempdir()) / "a.pt"  # not near the page
     monkeypatch.setenv("HOME", str(home))
     placed = work / "runs/a"
