@@ -233,7 +233,7 @@ def crop_edges(split: Split, samples: Samples, slot: int) -> tuple[Edges, int]:
     width, height = split.pixel_sizes[samples.rows[slot]].tolist()
     left, top, right, bottom = samples.view.rect[slot].tolist()
     edges = round(left * width), round(top * height), round(right * width), round(bottom * height)
-    return edges, min(edges[3], height)
+    return edges, max(min(edges[3], height), 1)
 
 
 def _put(source: Samples, target: Samples, slot: int) -> None:
@@ -280,16 +280,18 @@ def resize_crop(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
 
 def _resize_padded(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
     """Resize a crop that leaves the image; the part outside is filled."""
+    out[...] = FILL_RGB
     low, high = np.array(box[:2]), np.array(box[2:])
     size = np.array(pixels.shape[1::-1])  # width, height
-    inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)
+    inner_low, inner_high = low.clip(min=0), high.clip(max=size)
+    if (inner_low >= inner_high).any():  # nothing but canvas
+        return
     scale = np.array(out.shape[1::-1]) / (high - low)
     start = np.rint((inner_low - low) * scale).astype(int)
     end = np.maximum(np.rint((inner_high - low) * scale).astype(int), start + 1)
     small = np.empty((end[1] - start[1], end[0] - start[0], 3), np.uint8)
     inner = (int(inner_low[0]), int(inner_low[1]), int(inner_high[0]), int(inner_high[1]))
     resize_crop(pixels, inner, False, small)
-    out[...] = FILL_RGB
     window = out[start[1] : end[1], start[0] : end[0]]
     window[...] = small[: window.shape[0], : window.shape[1]]
     if flip:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
 
+from ssdctl.config.fields import Tiling
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.data.tiles import tiled
 from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, hashed, uniform, whole
 from ssdctl.input.augmentations.ssd import crop, flip
 from ssdctl.input.batch import LoaderConfig
@@ -218,6 +220,19 @@ def test_a_crop_that_leaves_the_image_is_a_crop_of_the_canvas() -> None:
         difference = np.abs(out.astype(int) - expected).max(axis=2)
         assert np.quantile(difference, 0.95) <= 2  # the edge of the image is sharper
         assert (out[0, 0] == FILL_RGB).all()
+    for outside in ((-50, 0, 0, 80), (125, 0, 150, 80), (0, -50, 120, -5), (0, 83, 120, 93)):
+        resize_crop(pixels, outside, False, out)
+        assert (out == FILL_RGB).all()
+
+
+@pytest.mark.parametrize("tiling", [None, Tiling(100, 0.2)])
+def test_a_crop_of_nothing_but_canvas_reads_no_image_as_bad(
+    split: Split, tiling: Tiling | None
+) -> None:
+    empty = tiled(split, tiling)
+    empty = empty._replace(trainable=empty.background)
+    for batch in TrainLoader(empty, ZOOM._replace(batch_size=64)).batches(0, 4):
+        assert not batch.bad
 
 
 def test_half_of_the_samples_are_zoomed_out_and_filled(split: Split) -> None:
