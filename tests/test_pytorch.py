@@ -159,8 +159,10 @@ def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
 def test_wrong_datasets_are_named(shapes: Path) -> None:
     with pytest.raises(UsageError, match="test"):
         ssdctl.Dataset(shapes, "test")
-    with pytest.raises(UsageError, match=r"^augment: .*'mosaic'"):
-        ssdctl.Dataset(shapes, augment="mosaic")
+    wrong = {"mosaic": "'mosaic'", "ssd,flip": "twice", "ssd,zoom": "zoom,crop"}
+    for augment, named in wrong.items():
+        with pytest.raises(UsageError, match=f"^augment: .*{named}"):
+            ssdctl.Dataset(shapes, augment=augment)
     with pytest.raises(DataError, match="nowhere"):
         ssdctl.Dataset("nowhere")
 

@@ -258,9 +258,13 @@ def problem_of(path: str, value: Any) -> str | None:
     if path == "train.decay_epochs" and list(value) != sorted(set(value)):
         return "the epochs must increase"
     if path == "train.augment" and value not in AUGMENTATION_LISTS:
-        known = plugins.choices(AUGMENTATIONS)
-        if unknown := [name for name in augmentation_names(value) if name not in known]:
+        known, names = plugins.choices(AUGMENTATIONS), augmentation_names(value)
+        if unknown := [name for name in names if name not in known]:
             return f"no augmentation {unknown[0]!r}; there are {', '.join(known)}"
+        if len(set(names)) < len(names):  # both would draw the same random numbers
+            return f"a name occurs twice in {','.join(names)}"
+        if {"crop", "zoom"} <= {*names} and names.index("crop") < names.index("zoom"):
+            return "zoom after crop shows objects without their boxes: write zoom,crop"
     return None
 
 
