@@ -152,6 +152,8 @@ def test_background_is_off_in_presets_and_where_it_is_set() -> None:
         assert plan_of(train_settings(**values), FEW, background=50).background == 0
     chosen = train_settings(preset="stable-r34", background=0.2)
     assert plan_of(chosen, FEW, background=50).background == 25
+    tiny = train_settings(preset="stable-r34", background=0.001)
+    assert plan_of(tiny, FEW, background=50).background == 1
     limited = train_settings(limit_train=8)
     assert plan_of(limited, FEW, background=25).background == 2
     with pytest.raises(UsageError, match="--background"):
