@@ -1,5 +1,6 @@
 """The network, loss and dataset in loops of other libraries."""
 
+import copy
 import json
 import pickle
 from pathlib import Path
@@ -72,19 +73,22 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         assert target["iscrowd"].tolist() == [a["iscrowd"] for a in listed]
         assert target["area"].tolist() == pytest.approx([a["area"] for a in listed])
 
-    from torchvision import tv_tensors
+    ids = torch.arange(100, 106)
 
     def without_first(image: Any, target: Any) -> Any:  # as SanitizeBoundingBoxes does
-        boxes = tv_tensors.wrap(target["boxes"][1:], like=target["boxes"])
-        return image, {**target, "boxes": boxes, "labels": target["labels"][1:]}
+        labels = copy.deepcopy(ids[target["labels"]])
+        kept = labels.cumsum(0) > labels[0]
+        return image, {**target, "boxes": target["boxes"][kept], "labels": labels[kept]}
 
-    for plain, rest in zip(
-        ssdctl.Dataset(dataset, "val"),
-        ssdctl.Dataset(dataset, "val", transforms=without_first),
-        strict=True,
-    ):
-        for name in ("labels", "iscrowd"):
-            assert rest[1][name].tolist() == plain[1][name][1:].tolist()
+    items: Any = [
+        ssdctl.Dataset(dataset, "val", **options)
+        for options in ({}, {"augment": "flip"}, {"transforms": without_first})
+    ]
+    for (_, plain), (_, flipped), (_, rest) in zip(*items, strict=True):
+        assert flipped["iscrowd"].tolist() == plain["iscrowd"].tolist()
+        assert rest["iscrowd"].tolist() == plain["iscrowd"][1:].tolist()
+        assert rest["labels"].tolist() == ids[plain["labels"]][1:].tolist()
+        assert type(rest["labels"]) is torch.Tensor
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
@@ -129,7 +133,8 @@ def test_joint_transforms_of_torchvision(shapes: Path, model: ssdctl.SSD300) -> 
         assert len({len(after[name]) for name in ("boxes", "labels", "area", "iscrowd")}) == 1
         assert after["area"].tolist() == after["boxes"][:, 2:].prod(dim=1).tolist()
         assert model.loss([small], [after]) >= 0
-    mirrored, _ = ssdctl.Dataset(shapes, transforms=v2.RandomHorizontalFlip(1.0))[2]
+    only_tensors = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.ToPureTensor()])
+    mirrored, _ = ssdctl.Dataset(shapes, transforms=only_tensors)[2]
     assert torch.equal(mirrored, image.flip(2))
 
 
@@ -165,6 +170,10 @@ def test_wrong_datasets_are_named(shapes: Path) -> None:
             ssdctl.Dataset(shapes, augment=augment)
     with pytest.raises(DataError, match="nowhere"):
         ssdctl.Dataset("nowhere")
+    with pytest.raises(UsageError, match='augment="none"'):
+        ssdctl.Dataset(shapes, augment=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an integer"):
+        ssdctl.Dataset(shapes)[0:2]  # type: ignore[index]
 
 
 def test_the_loss_of_the_network_is_the_multibox_loss(model: ssdctl.SSD300) -> None:

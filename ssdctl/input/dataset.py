@@ -30,6 +30,34 @@ HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 
+class _Labels(Tensor):
+    """Labels of an image with crowds: `is_crowd`, (G,), follows what transforms do to them."""
+
+    is_crowd: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, is_crowd: Tensor) -> _Labels:
+        marked = labels.as_subclass(cls)
+        marked.is_crowd = is_crowd
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            after = func(*args, **(kwargs or {}))
+            labels = next((a for a in args if isinstance(a, cls)), None)
+            is_other = func is Tensor.as_subclass or type(after) is not Tensor
+            if labels is None or is_other or after.is_floating_point():
+                return after
+            flags = labels.is_crowd
+            if labels is args[0] and func is Tensor.__getitem__:
+                flags = flags[args[1]]
+            return cls.of(after, flags) if after.shape == flags.shape else after
+
+    def __deepcopy__(self, memo: object) -> Tensor:
+        return self.clone()
+
+
 class Dataset(torch.utils.data.Dataset[Item]):
     """The images and boxes of a dataset that `ssdctl prepare` reads; items are (image, target).
 
@@ -49,6 +77,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         store: Folder of the prepared data; None is `prepared/` in the dataset folder.
         transforms: Called with an image and its target, as `torchvision.transforms.v2` takes them:
             the image is a `tv_tensors.Image`, `boxes` are `tv_tensors.BoundingBoxes`. Returns both.
+            If it indexes `boxes` and `labels` alike, `iscrowd` and `area` follow.
 
     Attributes:
         class_names: Names of the labels 1 and up; a network has one more class, the background.
@@ -69,6 +98,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         store: str | os.PathLike[str] | None = None,
         transforms: Callable[[Any, Any], Any] | None = None,
     ) -> None:
+        if augment is None:
+            raise UsageError("augment: None", hint='write augment="none"')
         before = set(vars(self))
         self._arguments = os.fspath(data), split
         self._options: dict[str, Any] = {
@@ -91,6 +122,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             others = self._split.background[: None if background else 0]
             self._rows = np.sort(np.concatenate([self._split.trainable, others]))
         self._areas, self._is_crowd = read_areas(self._split.index_file)
+        self._crowds = self._split._replace(labels=1 + self._is_crowd)  # 2 is a crowd
         self._augment, self._transforms = augment, transforms
         self.class_names = [c.name for c in self._split.classes]
         self._opened = vars(self).keys() - before  # a subclass may have more attributes
@@ -112,8 +144,11 @@ class Dataset(torch.utils.data.Dataset[Item]):
 
         Raises:
             IndexError: There are fewer images.
+            TypeError: The index is not an integer.
             ssdctl.errors.DataError: The image cannot be read.
         """
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"dataset[{index!r}]: expected an integer")
         row = int(self._rows[range(len(self))[index]])
         image, target = self._whole(row) if self._augment == "none" else self._drawn(row)
         target["image_id"] = torch.tensor(int(self._split.image_ids[row]))
@@ -153,7 +188,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
             augment=self._augment,
             hue_degrees=HUE_DEGREES,
         )
-        samples = draw_samples(split, config, np.array([row]), np.array([epoch]))
+        drawn = config, np.array([row]), np.array([epoch])
+        samples = draw_samples(split, *drawn)
         pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         if problem := decode_sample(split, samples, 0, pixels[0]):
             raise DataError(f"{split.location(row)}: {problem}")
@@ -161,7 +197,11 @@ class Dataset(torch.utils.data.Dataset[Item]):
         image = COLORS(batch.images, batch.jitter)[0].clamp(0, 1)
         is_real = batch.labels[0] > 0
         boxes, labels = batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
-        area, is_crowd = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1), torch.zeros_like(labels)
+        area = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1)
+        is_crowd = torch.zeros_like(labels)
+        if self._is_crowd[split.starts[row] : split.starts[row + 1]].any():
+            marked = draw_samples(self._crowds, *drawn)  # the same views
+            is_crowd = torch.from_numpy(marked.view.boxes.labels[0])[is_real] - 1
         return image, {"boxes": boxes, "labels": labels, "area": area, "iscrowd": is_crowd}
 
     def _transformed(self, image: Tensor, target: dict[str, Tensor]) -> Item:
@@ -170,19 +210,25 @@ class Dataset(torch.utils.data.Dataset[Item]):
         assert self._transforms is not None
         size = tuple(image.shape[-2:])
         target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
-        # SanitizeBoundingBoxes removes boxes and labels: the labels also say which are crowds.
-        num_classes = len(self.class_names)
-        target["labels"] = target["labels"] + num_classes * target["iscrowd"]
+        is_crowd = target["iscrowd"]
+        if is_crowd.any():  # SanitizeBoundingBoxes removes boxes and labels only
+            target["labels"] = _Labels.of(target["labels"], is_crowd)
         image, target = self._transforms(tv_tensors.Image(image), target)
-        boxes: Any = target["boxes"]
-        plain = boxes.as_subclass(Tensor)
+        boxes, labels = target["boxes"], target["labels"]
+        if isinstance(labels, _Labels):
+            is_crowd, target["labels"] = labels.is_crowd, labels.as_subclass(Tensor)
+        if len(target.setdefault("iscrowd", is_crowd)) != len(boxes):
+            is_crowd = is_crowd if is_crowd.any() else is_crowd.new_zeros(len(boxes))
+            if len(is_crowd) != len(boxes):
+                raise UsageError(
+                    "transforms: removed boxes of an image with crowds, but not of `iscrowd`",
+                    hint="index `iscrowd`, or `labels`, as `boxes`",
+                )
+            target["iscrowd"] = is_crowd
+        plain = torch.as_tensor(boxes).as_subclass(Tensor)
         extent = plain[:, 2:]
-        if boxes.format is tv_tensors.BoundingBoxFormat.XYXY:
+        if getattr(boxes, "format", tv_tensors.BoundingBoxFormat.XYXY).value == "XYXY":
             extent = extent - plain[:, :2]
-        is_crowd = target["labels"] > num_classes
-        target["labels"] = target["labels"] - num_classes * is_crowd
-        if len(target["iscrowd"]) != len(boxes):
-            target["iscrowd"] = is_crowd.to(torch.int64)
         target["area"] = extent.prod(dim=1)
         return image, target
 
