@@ -98,6 +98,7 @@ class SSD300(nn.Module):
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
+        self._frozen_parameters: list[nn.Parameter] = []  # by `freeze`
         self._is_norm_frozen = False
         self.constants = file.CONSTANTS
         built, self.first_map_norm, extra = build_parts(file.build, plugin, extra_norm)
@@ -324,6 +325,8 @@ class SSD300(nn.Module):
     def freeze(self, stages: int) -> None:
         """Stop training the first stages of the backbone, statistics of batch norm included.
 
+        Parameters that an earlier call froze are trained again, unless they are in these stages.
+
         Args:
             stages: 0 to 4: stem, layer1, layer2, layer3 of a ResNet; blocks of VGG16.
 
@@ -332,9 +335,13 @@ class SSD300(nn.Module):
         """
         if not 0 <= stages <= len(self.backbone.stages):
             raise UsageError(f"freeze: {stages} is not 0 to {len(self.backbone.stages)} stages")
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(True)
         self._frozen_stages = stages
-        for module in self._frozen_modules():
-            module.requires_grad_(False)
+        parameters = [p for module in self._frozen_modules() for p in module.parameters()]
+        self._frozen_parameters = [p for p in parameters if p.requires_grad]
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(False)
         self.train(self.training)
 
     def freeze_norm(self) -> None:
