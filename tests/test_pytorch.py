@@ -303,7 +303,7 @@ def test_what_is_not_a_network_is_named() -> None:
         ssdctl.evaluate(Halved("tiny", 6), "shapes")
     own.extra = torch.nn.ModuleList()
     with pytest.raises(IntegrityError, match="extra"):
-        own.save("own.pt", class_names="abcde")
+        own.save("own.pt", class_names=[*"abcde"])
 
 
 def test_detections_are_those_of_a_predictor() -> None:
@@ -335,11 +335,16 @@ def test_detections_are_those_of_a_predictor() -> None:
     for wrong in ({"score": 1.5}, {"nms_iou": float("nan")}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             own.detect(images, **wrong)
-    plain, own.tiling = own.detect(images), Tiling(150, 0.2)
+    plain, own.tiling = own.detect(images), (150, 0.2)
     own.thresholds = [0.02, 0.02, None, 0.02, 0.02]
     own.save("tiled.pt")
     read = ssdctl.SSD300.from_checkpoint("tiled.pt")
-    assert (read.tiling, read.thresholds) == (own.tiling, own.thresholds)
+    assert (read.tiling, read.thresholds) == (Tiling(150, 0.2), own.thresholds)
+    for name, values in (("tiling", (0, 0.2)), ("thresholds", [0.5]), ("class_names", ["a"])):
+        with pytest.raises(UsageError, match=name):
+            setattr(own, name, values)
+    with pytest.raises(UsageError, match="'abcde'"):
+        own.save("own.pt", class_names="abcde")
     for result, other, image in zip(read.detect(images), plain, images, strict=True):
         assert len(result) > len(other)
         expected = ssdctl.load("tiled.pt", device="cpu")(image)

@@ -10,8 +10,9 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -30,12 +31,19 @@ from ssdctl.checkpoint.file import (
     weights_in_memory,
     with_counters,
 )
-from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
+from ssdctl.checkpoint.format import (
+    Architecture,
+    NetworkWeights,
+    TilingFields,
+    compare_shapes,
+    is_state,
+)
 from ssdctl.config.call import hints_in_messages, public_call
 from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.files import msgspec_type
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -53,6 +61,7 @@ from ssdctl.model.results import Result
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
 
+T = TypeVar("T")
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
 # RGB, float in 0 to 1 or uint8: a list of (3, H, W) tensors, or (B, 3, H, W).
 Images = Tensor | Sequence[Tensor]
@@ -78,8 +87,8 @@ class SSD300(nn.Module):
         classes: The classes without the background; empty if they have no names.
         thresholds: Scores of the best F1 of the classes in the last evaluation of the run; empty
             if they are not known. `save` keeps them, as well as the next.
-        tiling: Size in pixels and overlap of the tiles in which the run saw images; None: as a
-            whole.
+        tiling: Size in pixels and overlap of the tiles in which the run saw images, such as
+            `(300, 0.2)`; None: as a whole.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
@@ -93,8 +102,8 @@ class SSD300(nn.Module):
         self.architecture = Architecture(backbone, extra_norm, num_classes)
         self.num_classes = num_classes
         self.classes: list[ClassName] = []
-        self.thresholds: list[float | None] = []
-        self.tiling: Tiling | None = None
+        self.thresholds = []
+        self.tiling = None
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
@@ -148,8 +157,36 @@ class SSD300(nn.Module):
         return [c.name for c in self.classes]
 
     @class_names.setter
+    @hints_in_messages()
     def class_names(self, names: Sequence[str]) -> None:
-        self.classes = [ClassName(None, str(name)) for name in names]
+        self.classes = self._one_per_class("class_names", _classes_of(names))
+
+    @property
+    def thresholds(self) -> list[float | None]:
+        return self._thresholds
+
+    @thresholds.setter
+    @hints_in_messages()
+    def thresholds(self, scores: Sequence[float | None]) -> None:
+        values = [None if score is None else float(score) for score in scores]
+        self._thresholds = self._one_per_class("thresholds", values)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return self._tiling
+
+    @tiling.setter
+    @hints_in_messages()
+    def tiling(self, tiling: tuple[int, float] | None) -> None:
+        self._tiling = None if tiling is None else _tiling_of(tiling)
+
+    def _one_per_class(self, name: str, values: list[T]) -> list[T]:
+        if len(values) not in (0, self.num_classes - 1):
+            raise UsageError(
+                f"{name}: {len(values)} values, the network has {self.num_classes - 1} classes and "
+                "the background"
+            )
+        return values
 
     @classmethod
     @public_call()
@@ -183,13 +220,13 @@ class SSD300(nn.Module):
             class_names: Names of the labels 1 and up; None writes the network's own.
 
         Raises:
-            ssdctl.errors.UsageError: The number of names differs from the number of classes, or
-                the suffix is one of another format.
+            ssdctl.errors.UsageError: There is not one name for each class, or the suffix is one of
+                another format.
             ssdctl.errors.DiskError: The file cannot be written.
         """
         file, classes = Path(path), self.classes
         if class_names is not None:
-            classes = [ClassName(None, str(name)) for name in class_names]
+            classes = _classes_of(class_names)
         if len(classes) != self.num_classes - 1:
             raise UsageError(
                 f"{file}: {len(classes)} class names, the network has {self.num_classes - 1} "
@@ -364,6 +401,20 @@ class SSD300(nn.Module):
         return [self.backbone.get_submodule(name) for name in names]
 
 
+def _classes_of(names: Sequence[str]) -> list[ClassName]:
+    if isinstance(names, str):
+        raise UsageError(f"class_names: {names!r}", hint="write class_names=[...]")
+    return [ClassName(None, str(name)) for name in names]
+
+
+def _tiling_of(tiling: tuple[int, float]) -> Tiling:
+    try:
+        return msgspec.convert(Tiling(*tiling)._asdict(), msgspec_type(TilingFields)).value
+    except (TypeError, msgspec.ValidationError) as error:
+        hint = "give the size in pixels and the overlap, such as (300, 0.2)"
+        raise UsageError(f"tiling {tiling!r}: {error}", hint=hint) from None
+
+
 def network_of(architecture: Architecture, seed: int = 0, device: str = "cpu") -> SSD300:
     """Return the network with random weights that depend only on the seed.
 
@@ -388,7 +439,7 @@ def load_network(checkpoint: NetworkWeights) -> SSD300:
     model = network_of(checkpoint.architecture)
     load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
     model.classes, model.tiling = checkpoint.classes, checkpoint.tiling
-    model.thresholds = list(checkpoint.thresholds)
+    model.thresholds = checkpoint.thresholds
     return model
 
 
