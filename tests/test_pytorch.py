@@ -381,6 +381,7 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([1.7])}], "float32"),
         ([IMAGE.numpy()], [target()], "ndarray"),
         ([IMAGE], [torch.zeros(1, 4)], "Tensor"),
+        ([IMAGE], [{"bboxes": torch.zeros(1, 4), "image_id": torch.tensor(1)}], ": bboxes, but"),
         ([IMAGE + 255], [target()], "255 to 255"),
         ([IMAGE - 1], [target()], "-1"),
         ([IMAGE], [target((5, 1, 2, 8))], "no area"),

@@ -183,8 +183,8 @@ class SSD300(nn.Module):
     def _one_per_class(self, name: str, values: list[T]) -> list[T]:
         if len(values) not in (0, self.num_classes - 1):
             raise UsageError(
-                f"{name}: {len(values)} values, the network has {self.num_classes - 1} classes and "
-                "the background"
+                f"{name}: of length {len(values)}, the network has {self.num_classes - 1} classes "
+                "and the background"
             )
         return values
 
@@ -533,6 +533,12 @@ def _padded_targets(
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
         if not isinstance(target, Mapping):
             raise UsageError(f"target {number}: a {type(target).__name__}, not a dictionary")
+        is_other = "boxes" not in target and "labels" not in target
+        if is_other and (others := _arrays_in(target)):
+            raise UsageError(
+                f"target {number}: {', '.join(others)}, but neither boxes nor labels",
+                hint="expected boxes (G, 4) and labels (G,)",
+            )
         height, width = image.shape[-2:]
         box = _as_ltrb(target.get("boxes", ()), (height, width), number, device)
         label = torch.as_tensor(target.get("labels", ()), device=device)
@@ -554,6 +560,12 @@ def _padded_targets(
     if not boxes_BG4.shape[1]:  # matching needs one column
         return boxes_BG4.new_zeros(len(boxes), 1, 4), labels_BG.new_zeros(len(labels), 1)
     return boxes_BG4, labels_BG
+
+
+def _arrays_in(target: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors and lists that may describe objects: they are not empty."""
+    values = [(name, value) for name, value in target.items() if name != "image_id"]
+    return [n for n, v in values if getattr(v, "ndim", isinstance(v, list)) and len(v)]
 
 
 def _as_ltrb(boxes: Any, size: tuple[int, int], number: int, device: torch.device) -> Tensor:
