@@ -308,6 +308,9 @@ def _orientation(image: Image.Image) -> int:
 def _decode_by_pillow(content: Any, size: tuple[int, int] | None, upright: bool) -> Pixels:
     with open_image(io.BytesIO(content)) as image:
         header = read_header(image)
+        if size is None and header.format == "PNG":
+            image.load()  # EXIF data may be behind the pixels; datasets go by the header
+            header = header._replace(orientation=_orientation(image))
         orientation = header.orientation_for(size, upright)
         pixels = _to_rgb(image)
     if header.format != "TIFF":
