@@ -6,6 +6,7 @@ table.txt, the slowest kernels and waits.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import time
@@ -50,7 +51,7 @@ class ThroughputMeter:
 
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
-        self._started = self._lap_began = time.monotonic()
+        self._started = self._lap_began = self._marked = time.monotonic()
         self.images = self._lap_images = 0
         self._spent_s = self._waited_s = 0.0  # over the finished laps
         self._lap_waited_s = 0.0
@@ -58,7 +59,12 @@ class ThroughputMeter:
         self._was_input_bound = False
 
     def start(self) -> None:
-        self._lap_began = time.monotonic()
+        """Continue the lap; the time since the mark does not count."""
+        self._lap_began += time.monotonic() - self._marked
+
+    def mark(self) -> None:
+        """Remember the time, at a point where the loop may be left."""
+        self._marked = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -71,7 +77,9 @@ class ThroughputMeter:
     def paused(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self._lap_began += time.monotonic() - began
+        duration = time.monotonic() - began
+        self._lap_began += duration
+        self._marked += duration  # it may be between two loops
 
     def step_done(self) -> None:
         self._lap_images += self._global_batch
@@ -210,14 +218,28 @@ class StepProfiler:
             used = [a for a in supported if a.name.lower() in {"cpu", self._device.name}]
             self._profiler = torch.profiler.profile(activities=used)
             self._profiler.start()
+            self._profiled: list[int] = []
+            atexit.register(self.close)
 
     def after(self, step: int, *, is_last: bool) -> None:
         """Stop after the last step of the range, or of the run, and write the files."""
-        if self._profiler is None or not (step == self._steps[-1] or is_last):
+        if self._profiler is None:
             return
-        self._device.synchronize()
-        self._profiler.stop()
+        self._profiled.append(step)
+        if is_last or step == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, and write the files of the steps so far; a profiler that runs crashes the exit."""
+        if self._profiler is None:
+            return
+        atexit.unregister(self.close)
         profiler, self._profiler = self._profiler, None
+        self._steps = range(0)  # a loop that is entered again keeps the files
+        self._device.synchronize()
+        profiler.stop()
+        if not self._profiled:
+            return
         trace = self._folder / f"trace{self._suffix}.json"
         with atomic_write(trace) as file:
             profiler.export_chrome_trace(file.name)
@@ -228,7 +250,7 @@ class StepProfiler:
         lines = [table, "Waits of the host:", *waits(averages)]
         write_text(self._folder / f"table{self._suffix}.txt", "\n".join(lines) + "\n")
         text = "profile of steps %d to %d: %s, and table.txt next to it"
-        log.info(text, self._steps[0], step, trace)
+        log.info(text, self._profiled[0], self._profiled[-1], trace)
 
 
 def waits(averages: Iterable[Any]) -> list[str]:

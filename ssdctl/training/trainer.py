@@ -273,7 +273,11 @@ class Trainer:
     def _iterate(self) -> Generator[Step, None, None]:
         self.open()
         try:
-            with signals.handled(), contextlib.closing(self.input):
+            with (
+                signals.handled(),
+                contextlib.closing(self.input),
+                contextlib.closing(self.profiler),
+            ):
                 yield from self._train()
             # The others may evaluate the checkpoint that the first rank writes.
             collectives.barrier(self.ranks)
@@ -310,6 +314,7 @@ class Trainer:
                 if is_last:
                     self._record_evaluation(wait=True)
             evaluation, self._new_evaluation = self._new_evaluation, None
+            self.meter.mark()
             yield step._replace(evaluation=evaluation)
         if requests.end and (reason := self.evaluator.early_stopping.reason_to_end()):
             log.info("%s", reason)

@@ -212,6 +212,11 @@ def test_throughput_reports_once_that_training_is_input_bound(
         pace.step_done()
         with pace.paused():
             now[0] += 100
+        pace.mark()  # the loop is left
+        with pace.paused():
+            now[0] += 100
+        now[0] += 100
+        pace.start()
         lap = pace.lap()
         assert lap.images_per_second == pytest.approx(8)
         assert lap.data_wait == pytest.approx(0.5)

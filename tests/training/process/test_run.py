@@ -72,8 +72,11 @@ def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
 
 
 def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
-    assert "--target-ap" in train("--steps", 60, "--eval-every", "1st", "--target-ap", 1e-6)
+    options = ("--steps", 60, "--eval-every", "1st", "--target-ap", 1e-6, "--profile", "1,60")
+    words = train(*options)
+    assert "--target-ap" in words
     assert last(tmp_path / "run").step < 60
+    assert f"profile of steps 1 to {last(tmp_path / 'run').step}" in words
 
 
 def test_overfitting_scores_the_images_that_it_trains_on(
