@@ -82,17 +82,19 @@ class Evaluator:
         self._scoring: BackgroundScoring | None = None
         first = None if past else best_ap
         self.early_stopping = EarlyStopping(first, config.target_ap, config.patience)
-        for record in past:
+        for record in {record["step"]: record for record in past}.values():
             self.early_stopping.update(float(record["AP"]))
         # With another global batch, later steps of the run before are not in `past`.
         if best_ap is not None and best_ap > (self.early_stopping.ap or 0):
             self.early_stopping.ap = best_ap
         self.rewind(past)
         self.losses: dict[str, float] = {}  # last detection's, on the first rank
+        self.is_repeated = False  # the evaluation that is scored: its step has a record
 
     def rewind(self, past: Sequence[Record]) -> None:
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step: int | None = collectives.broadcast(last, self._ranks)
+        self.detected_step: int | None = None  # by this start
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step and was not made yet."""
@@ -148,4 +150,6 @@ class Evaluator:
             return None
         scoring, self._scoring = self._scoring, None
         evaluation = scoring.result()
+        if self.is_repeated:
+            return evaluation, False
         return evaluation, self.early_stopping.update(evaluation.metrics["AP"])

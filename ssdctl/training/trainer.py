@@ -359,7 +359,7 @@ class Trainer:
         if self.splits.val is None:
             raise UsageError(f"{self.path}: no validation images to evaluate on")
         with self._failing_together(), self.meter.paused():
-            if self.evaluator.evaluated_step != self.step or self.step == self._evaluated_before:
+            if self.evaluator.detected_step != self.step:
                 self._evaluate()
             self._record_evaluation(wait=True)
         return self.evaluation
@@ -575,9 +575,14 @@ class Trainer:
             raise
 
     def _evaluate(self) -> None:
-        """Detect on the validation split and save; the score comes while the next steps run."""
+        """Detect on the validation split and save; the score comes while the next steps run.
+
+        The observers are not told about another evaluation of the same step.
+        """
         self._record_evaluation(wait=True)
-        self._observers.tell(lambda observer: observer.on_evaluation_start(self.step))
+        is_repeated = self.evaluator.evaluated_step == self.step
+        if not is_repeated:
+            self._observers.tell(lambda observer: observer.on_evaluation_start(self.step))
         self.statistics.average(self.step)
         average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with self._saved_before_an_error(), average:
@@ -585,11 +590,12 @@ class Trainer:
         if collectives.any_rank([signals.stop_requested() is not None], self.ranks)[0]:
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._handle(self._exchange_requests(wait=True))
-        if detections is not None and self.splits.val is not None:
+        if not is_repeated and detections is not None and self.splits.val is not None:
             val, rows = self.splits.val, self.splits.scored_rows
             detected = Detected(self.step, val, rows, detections)
             self._observers.tell(lambda observer: observer.on_detections(detected))
-        self.evaluator.evaluated_step = self.step
+        self.evaluator.evaluated_step = self.evaluator.detected_step = self.step
+        self.evaluator.is_repeated = is_repeated
         self._save()
         if detections is not None:
             self.evaluator.start_scoring(detections, self.step)
@@ -599,6 +605,8 @@ class Trainer:
             return
         self.evaluation = self._new_evaluation = evaluation = scored[0]
         self._thresholds = evaluation.thresholds(self.splits.train.classes)
+        if self.evaluator.is_repeated:
+            return
         is_best, step = scored[1], evaluation.about.step
         assert step is not None
         record = Scored(step, evaluation, self.evaluator.losses, is_best)

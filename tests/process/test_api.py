@@ -180,13 +180,18 @@ def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path)
 
 
 def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
-    with ssdctl.Trainer(shapes, out="run", steps=2, **TINY) as trainer:
-        next(iter(trainer))
-        evaluation = trainer.evaluate()
-        assert evaluation is not None
-        assert evaluation.about.step == 1
-        assert trainer.evaluate() is evaluation  # the weights are the same
-    assert [r["step"] for r in ssdctl.Run("run").metrics if r["kind"] == "eval"] == [1]
+    config = ssdctl.configure(train={"patience": 1})
+    for start in range(3):
+        with ssdctl.Trainer(shapes, config=config, out="run", steps=2, **TINY) as trainer:
+            if start == 0:
+                next(iter(trainer))
+            evaluation = trainer.evaluate()
+            assert evaluation is not None
+            assert evaluation.about.step == 1
+            assert trainer.evaluate() is evaluation  # the weights are the same
+            last = trainer.run() if start == 2 else None
+    assert last is not None
+    assert [r["step"] for r in last.metrics if r["kind"] == "eval"] == [1, 2]
 
 
 @pytest.mark.slow(in_ci=True)
