@@ -70,6 +70,14 @@ def with_absolute_data(config: Config) -> Config:
     return config.with_value("data.root", str(root.absolute()))
 
 
+def real_path(path: str | Path) -> str:
+    """Return the path of a dataset or store without links and `..`, to compare it."""
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # of a damaged file
+        return str(path)
+
+
 def default_store(root: Path) -> Path:
     """Return the store's folder of the dataset in `root` if the user names none."""
     folder = usual_store(root)

@@ -23,7 +23,7 @@ from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import read_made, require_metadata
 from ssdctl.data.open_dataset import without_images
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, real_path
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
 from ssdctl.runs.folder import run_of
 from ssdctl.runs.metrics import Record
@@ -50,7 +50,7 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     fallback = dataset_folders(data)
     if root.exists():
         # A checkpoint is an untrusted file: only the user chooses folders that are written to.
-        is_chosen = (root, folder) == fallback
+        is_chosen = [*map(real_path, (root, folder))] == [*map(real_path, fallback)]
         if not (is_chosen or is_prepared(root, folder)):
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
@@ -82,8 +82,9 @@ def choose_fold(checkpoint: ModelFile, config: Config, root: Path) -> Fold | Non
     """
     settings = checkpoint.run_settings or {}
     own, _ = dataset_folders(trained_on(checkpoint))
-    is_own = own.absolute() == root.absolute()
-    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
+    if settings.get("train.fold") is None or config.is_chosen("evaluate.split"):
+        return None
+    if real_path(own) != real_path(root):
         return None
     return settings["train.fold"], settings.get("train.group")
 
@@ -115,7 +116,7 @@ def _was_divided_anew(
     settings, train = checkpoint.run_settings or {}, splits.get("train")
     own, _ = dataset_folders(trained_on(checkpoint))
     is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
-    if train is None or not settings or is_limited or own.absolute() != root.absolute():
+    if train is None or not settings or is_limited or real_path(own) != real_path(root):
         return False
     if held is not None:
         train = without_images(train, held)

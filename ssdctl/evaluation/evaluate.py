@@ -28,7 +28,7 @@ from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, require_metadata
 from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, real_path
 from ssdctl.data.tiles import tiled
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
@@ -41,6 +41,7 @@ from ssdctl.evaluation.choices import (
     name_of_images,
     require_images,
     rows_to_score,
+    trained_on,
     warn_of_images,
 )
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections, read_ground_truth
@@ -177,7 +178,9 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
             f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
             hint="name the K runs of --fold 1/K to K/K, or one run",
         )
-    if len({tuple(map(s.get, ("data.root", "data.store", "train.group"))) for s in settings}) > 1:
+    datasets = [map(real_path, dataset_folders(trained_on(c))) for c in checkpoints]
+    groups = [s.get("train.group") for s in settings]
+    if len({(*folders, group) for folders, group in zip(datasets, groups, strict=True)}) > 1:
         raise UsageError(f"{names}: folds of different datasets or groups")
     root, _ = dataset_folders(choose_data(checkpoints[0], config))
     if choose_fold(checkpoints[0], config, root) is None:

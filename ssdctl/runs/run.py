@@ -25,6 +25,7 @@ from ssdctl.config.call import hints_in_messages
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
 from ssdctl.config.settings import Config, all_settings
+from ssdctl.data.store_folder import real_path
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.folder import (
@@ -80,7 +81,8 @@ def _chosen_recipe(run: Run) -> frozenset[tuple[str, str]]:
     chosen |= {"data.root", "model.backbone", "train.preset", "train.init"}
     count = str(run.settings.get("train.fold")).partition("/")[2]
     values = {path: str(run.settings.get(path) or "") for path in chosen - {"train.fold"}}
-    return frozenset({**values, "train.fold": count}.items())
+    values |= {"data.root": real_path(values["data.root"]), "train.fold": count}
+    return frozenset(values.items())
 
 
 def _label(recipe: frozenset[tuple[str, str]], others: Iterable[frozenset[tuple[str, str]]]) -> str:
