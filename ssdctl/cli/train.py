@@ -165,6 +165,11 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]
     step = _first_step(plan, size)
     for notice in plan.notices:
         call.console.warning(notice)
+    if config.train.init is not None and not step:
+        from ssdctl.training.setup import planned_warning_of_init
+
+        if warning := planned_warning_of_init(config):
+            call.console.warning(warning)
     if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(
             f"{device.name}, the device of this machine, does not compute in {plan.precision}: "

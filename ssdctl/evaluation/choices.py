@@ -21,7 +21,7 @@ from ssdctl.data import prepare_command
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import read_made, require_metadata
-from ssdctl.data.open_dataset import without_images
+from ssdctl.data.open_dataset import fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
@@ -99,29 +99,45 @@ def warn_of_images(
     """Log the warnings of a split, and whether the run may have trained on its images."""
     warnings = [*splits[name].warnings]
     is_divided = held is not None or name == "val"
-    if is_divided and _was_divided_anew(checkpoint, root, splits, held):
-        warnings.append(
-            f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
-            "have trained on images that are scored"
-        )
+    if is_divided and (warning := warning_of_division(checkpoint, root, splits.get("train"), held)):
+        warnings.append(warning)
     for warning in warnings:
         log.warning("%s", warning)
     return warnings
 
 
+def warning_of_division(
+    checkpoint: ModelFile, root: Path, train: Split | None, held: NDArray[np.int64] | None
+) -> str | None:
+    """Return a warning if the run of a checkpoint may have trained on images that are scored.
+
+    Args:
+        train: The training split.
+        held: Its images that are scored; None scores the validation split.
+    """
+    if not _was_divided_anew(checkpoint, root, train, held):
+        return None
+    return (
+        f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
+        "have trained on images that are scored"
+    )
+
+
 def _was_divided_anew(
-    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+    checkpoint: ModelFile, root: Path, train: Split | None, held: NDArray[np.int64] | None
 ) -> bool:
     """Return whether the hash of file names divides other images than when the run began."""
-    settings, train = checkpoint.run_settings or {}, splits.get("train")
+    settings = checkpoint.run_settings or {}
     own, _ = dataset_folders(trained_on(checkpoint))
     is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
     if train is None or not settings or is_limited or real_path(own) != real_path(root):
         return False
-    if held is not None:
-        train = without_images(train, held)
-    elif require_metadata(train.index_file).made.conversion.split is None:
+    if held is None and require_metadata(train.index_file).made.conversion.split is None:
         return False
+    if (fold := settings.get("train.fold")) is not None:
+        train = without_images(train, fold_rows(train, fold, settings.get("train.group")))
+    if held is not None and np.isin(train.trainable, held).any():  # another fold, or none
+        return True
     run, now = Run(run_of(checkpoint.path).path), train.training_digest()
     records: list[Record] = []
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run

@@ -34,7 +34,8 @@ from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize, fold_rows, without_images
-from ssdctl.data.store import Split
+from ssdctl.data.sources import is_prepared
+from ssdctl.data.store import Split, open_splits
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.device import Device
@@ -42,6 +43,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.distributed.collectives import main_first, open_on_all_ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, NetworkError
+from ssdctl.evaluation.choices import warning_of_division
 from ssdctl.input.open import check_pipeline, fake_split
 from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
@@ -255,9 +257,9 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    if (fold := config.train.fold) is None or config.train.fake_data:
+    if (rows := _held_rows(train, config)) is None:
         return Splits(train, val)
-    rows = fold_rows(train, fold, config.train.group)
+    fold = config.train.fold
     log.info("fold %s: %d training images are held out for validation", fold, len(rows))
     used = without_images(train, rows)
     if not len(used.trainable):
@@ -265,15 +267,54 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
     return Splits(used, train, rows)
 
 
+def _held_rows(train: Split, config: Config) -> NDArray[np.int64] | None:
+    fold = config.train.fold
+    if fold is None or config.train.fake_data:
+        return None
+    return fold_rows(train, fold, config.train.group)
+
+
+def planned_warning_of_init(config: Config) -> str | None:
+    """Return `warning_of_init` for a dataset that is prepared; nothing is written."""
+    root, folder = dataset_folders(config.data)
+    source = resolve_source(str(config.train.init))
+    if not isinstance(source, Path) or not is_prepared(root, folder):
+        return None
+    splits = open_splits(root, folder)
+    train = require_split(splits, "train", root)
+    if (rows := _held_rows(train, config)) is None:
+        return warning_of_init(config, Splits(train, splits.get("val")), init_reader(config))
+    return warning_of_init(config, Splits(train, train, rows), init_reader(config))
+
+
+def warning_of_init(config: Config, splits: Splits, init: InitReader) -> str | None:
+    """Return a warning if the run of --init may have trained on images that are scored.
+
+    Args:
+        splits: Of the dataset, before `limited`.
+    """
+    train, val, held = splits
+    if val is None or config.train.overfit is not None:
+        return None
+    root, _ = dataset_folders(config.data)
+    return warning_of_division(init(), root, train if held is None else val, held)
+
+
 def load_first_weights(
     plan: Plan, model: SSD300, splits: Splits, ranks: Ranks, init: InitReader
 ) -> None:
-    """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
+    """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
+
+    Args:
+        splits: Of the dataset, before `limited`.
+    """
     config, classes = plan.config, splits.train.classes
     if config.train.init is not None:
         checkpoint = init()
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
+        if warning := warning_of_init(config, splits, init):
+            log.warning("%s", warning)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
             log.info(

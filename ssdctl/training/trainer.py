@@ -200,7 +200,7 @@ class Trainer:
                 CheckpointFolder(self.path, train.keep).repair()
             checkpoint = find_checkpoint(self.plan, self.splits.train.classes, ranks)
             if checkpoint is None:
-                setup.load_first_weights(self.plan, self.model, self.splits, ranks, init)
+                setup.load_first_weights(self.plan, self.model, splits, ranks, init)
             del init  # its memory
             self._open_state(checkpoint)
             resources.callback(self._abort)

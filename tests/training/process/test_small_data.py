@@ -162,6 +162,11 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
         print(json.dumps(event), file=file)
     changed = cli("evaluate", *runs, "--limit", 1)
     assert changed.err.count("divided in another way") == 1
+    tune = ("train", "--data", shapes, "--steps", 1, "--init")
+    for n, option, count in ((2, "--dry-run", 0), (1, "--dry-run", 1), (1, "-q", 1)):
+        tuned = cli(*tune, runs[n - 1], "--fold", f"{n}/2", option, "--workers", 1)
+        assert tuned.code == 0, tuned.err
+        assert " ".join(tuned.err.split()).count("divided in another way") == count
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
     assert other.code == 2
     assert "train.fold" in other.err
