@@ -55,11 +55,11 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # "3" or "3ep": epochs; "300st": optimizer steps; "10min": wall time (for saving).
-Duration = Annotated[str, msgspec.Meta(pattern=r"^\d{1,9}(\.\d+)?(ep|st)?$")]
+Duration = Annotated[str, msgspec.Meta(pattern=r"^\d{1,9}((\.\d+)?(ep)?|st)$")]
 # The same, but above 0: the distance between two repeated events.
-Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d{1,9}(\.\d+)?(ep|st)?$")]
+Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st)?$)\d{1,9}((\.\d+)?(ep)?|st)$")]
 IntervalOrTime = Annotated[
-    str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d{1,9}(\.\d+)?(ep|st|min)?$")
+    str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d{1,9}((\.\d+)?(ep|min)?|st)$")
 ]
 
 

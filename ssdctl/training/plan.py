@@ -128,7 +128,7 @@ class Plan:
         return self.config.train.lr_decay == "cosine"
 
     def _step_at(self, epoch: float) -> int:
-        return int(epoch * self.images / self.global_batch_size)
+        return int(Fraction(str(epoch)) * self.images / self.global_batch_size)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step; the first step is 0.

@@ -304,6 +304,11 @@ def test_durations() -> None:
     assert due("0.00001ep", plan, 3) == [1, 2, 3]
     assert plan.every("10min") == Every(None, 600.0)
     assert due("10min", plan, 1000) == []
+    exact = recipe(100, batch_size=1, epochs=5, warmup="2.3", decay_epochs=(1.1, 2.3))
+    assert (exact.warmup_steps, exact.decay_steps) == (230, (110, 230))
+    for option in ("warmup", "eval_every", "save_every"):
+        with pytest.raises(UsageError, match=r"2\.9st"):
+            train_settings(**{option: "2.9st"})
 
 
 @given(
