@@ -105,21 +105,6 @@ def details(plan: Plan) -> str | None:
     return plan.rule and f"{plan.rule}; use --preset {preset} for the full COCO recipe"
 
 
-def warning_of_cut(plan: Plan) -> str | None:
-    """Return a warning if --steps ends the run before its learning rate does; else None.
-
-    The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
-    """
-    config, total = plan.config.train, plan.total_steps
-    if config.steps is None or config.fake_data or config.steps > total:
-        return None
-    missed = _missed(plan)
-    return missed and (
-        f"--steps {total} ends before the learning rate does: {missed} is not reached; --epochs or "
-        "--decay-epochs fit the recipe to a short run"
-    )
-
-
 def _missed(plan: Plan) -> str | None:
     total = plan.total_steps
     if total < plan.warmup_steps:
@@ -132,9 +117,18 @@ def _missed(plan: Plan) -> str | None:
 
 
 def warnings_of_unreached(plan: Plan) -> list[str]:
-    """Return warnings about steps that the run does not reach: --steps, --profile, decays."""
+    """Return warnings about what the run does not reach: --steps, --profile, decays, evaluations.
+
+    The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
+    """
     config, total = plan.config.train, plan.total_steps
-    warnings = list(filter(None, [warning_of_cut(plan)]))
+    warnings, missed = list[str](), _missed(plan)
+    is_cut = config.steps is not None and config.steps <= total
+    if missed and is_cut and not config.fake_data:
+        warnings.append(
+            f"--steps {total} ends before the learning rate does: {missed} is not reached; "
+            "--epochs or --decay-epochs fit the recipe to a short run"
+        )
     if config.steps is not None and config.steps > total:
         warnings.append(
             f"the run ends at step {total:,}, not at --steps {config.steps:,}: --epochs "
@@ -145,6 +139,22 @@ def warnings_of_unreached(plan: Plan) -> list[str]:
         warnings.append(
             f"--profile {config.profile}: the run ends at step {total:,}, before {last:,}"
         )
-    if (config.steps is None or config.steps > total) and (missed := _missed(plan)):
+    if missed and not is_cut:
         warnings.append(f"the run ends at step {total:,}, before {missed}")
+    return warnings + _warnings_of_evaluations(plan)
+
+
+def _warnings_of_evaluations(plan: Plan) -> list[str]:
+    """Return warnings about options of the user that change no evaluation."""
+    config, warnings = plan.config.train, list[str]()
+    late = [f"{epoch:g}" for epoch in config.eval_at if plan.step_at(epoch) > plan.total_steps]
+    if late and plan.config.is_chosen("train.eval_at"):
+        epochs = plan.epoch(plan.total_steps)
+        warnings.append(f"--eval-at {','.join(late)}: the run ends after {epochs:.4g} epochs")
+    count = len(plan.evaluations_after(0))
+    if config.patience is not None and count <= config.patience + 1:  # the first one is the best
+        warnings.append(
+            f"--patience {config.patience} cannot end a run with {counted(count, 'evaluation')} "
+            "earlier: --eval-every evaluates more often"
+        )
     return warnings

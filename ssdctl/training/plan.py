@@ -104,7 +104,7 @@ class Plan:
     @property
     def recipe_steps(self) -> int:
         """Steps of all epochs. `--steps` ends a run earlier and changes nothing before."""
-        return max(self._step_at(self.config.train.epochs), 1)
+        return max(self.step_at(self.config.train.epochs), 1)
 
     @cached_property
     def total_steps(self) -> int:
@@ -113,7 +113,7 @@ class Plan:
     @cached_property
     def warmup_steps(self) -> int:
         value, unit = split_duration(self.config.train.warmup)
-        return int(value) if unit == "st" else self._step_at(value)
+        return int(value) if unit == "st" else self.step_at(value)
 
     @cached_property
     def peak_lr(self) -> float:
@@ -121,13 +121,14 @@ class Plan:
 
     @cached_property
     def decay_steps(self) -> tuple[int, ...]:
-        return tuple(map(self._step_at, self.config.train.decay_epochs))
+        return tuple(map(self.step_at, self.config.train.decay_epochs))
 
     @property
     def is_cosine(self) -> bool:
         return self.config.train.lr_decay == "cosine"
 
-    def _step_at(self, epoch: float) -> int:
+    def step_at(self, epoch: float) -> int:
+        """Return the last step of the first `epoch` epochs, which may be after the run."""
         return int(Fraction(str(epoch)) * self.images / self.global_batch_size)
 
     def lr(self, step: int) -> float:
@@ -166,7 +167,7 @@ class Plan:
     def next_evaluation(self, step: int) -> int:
         """Return the first step after `step` that is evaluated; the last one always is."""
         config, steps = self.config.train, [self.total_steps]
-        steps += [max(self._step_at(epoch), 1) for epoch in config.eval_at]
+        steps += [max(self.step_at(epoch), 1) for epoch in config.eval_at]
         if config.eval_every and (due := self.every(config.eval_every).after(step)) is not None:
             steps.append(due)
         return min((s for s in steps if s > step), default=self.total_steps)

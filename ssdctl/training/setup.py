@@ -51,7 +51,7 @@ from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import Overridden, with_defaults
-from ssdctl.training.description import warning_of_cut
+from ssdctl.training.description import warnings_of_unreached
 from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
@@ -170,8 +170,8 @@ def observers_of(plan: Plan) -> list[Observer]:
 
 
 def warn_about(plan: Plan, splits: Splits) -> None:
-    """Warn about a schedule that is cut off, and about validation images."""
-    if warning := warning_of_cut(plan):
+    """Warn about what the run does not reach, and about validation images."""
+    for warning in warnings_of_unreached(plan):
         log.warning("%s", warning)
     if splits.val is None and not plan.config.train.fake_data:
         folders = dataset_folders(plan.config.data)

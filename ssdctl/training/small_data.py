@@ -123,7 +123,7 @@ def _schedule(
         values["warmup"] = f"{max(run_steps // 20, 1)}st"
     if is_open(*DECAY):
         values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
-    if is_open("eval_every", "eval_at"):
+    if is_open("eval_every"):
         interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
         if interval < run_steps:
             values["eval_every"] = f"{interval}st"

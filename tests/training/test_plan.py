@@ -187,6 +187,7 @@ def test_small_batches_keep_the_statistics_of_batch_norm(world_size: int, is_fro
 
 
 def test_values_of_the_user_win() -> None:
+    assert plan_of(train_settings(eval_at=(1,)), 100).config.train.eval_every is not None
     chosen = {"epochs": 3, "warmup": "2st", "batch_size": 5, "eval_every": "7st"}
     plan = plan_of(train_settings(**chosen), 100)
     assert {k: getattr(plan.config.train, k) for k in chosen} == chosen

@@ -72,8 +72,10 @@ def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
 
 
 def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
-    options = ("--steps", 60, "--eval-every", "1st", "--target-ap", 1e-6, "--profile", "1,60")
-    words = train(*options)
+    ends = {"--profile": "1,61", "--eval-at": "1,99", "--patience": 59, "--target-ap": 1e-6}
+    options = [word for option in ends.items() for word in option]
+    words = train("--steps", 60, "--eval-every", "1st", *options)
+    assert all(text in words for text in ("before 61", "--eval-at 99:", "--patience 59 cannot"))
     assert "--target-ap" in words
     assert last(tmp_path / "run").step < 60
     assert f"profile of steps 1 to {last(tmp_path / 'run').step}" in words
