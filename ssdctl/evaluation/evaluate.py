@@ -58,7 +58,10 @@ if TYPE_CHECKING:
     from ssdctl.inference.detector import DetectorBackend
 
 log = logging.getLogger(__name__)
-NETWORK_SETTINGS = ("data.tile", "data.tile_overlap", "evaluate.precision", "evaluate.nms_iou")
+NETWORK_SETTINGS = (
+    *("data.tile", "data.tile_overlap", "evaluate.precision", "evaluate.nms_iou"),
+    *("evaluate.batch_size", "evaluate.device", "evaluate.workers"),
+)
 
 
 def evaluate_files(

@@ -182,6 +182,7 @@ VALUES = {
     "--tile-overlap": ["0.3"],
     "--verify": [""],
     "--nms-iou": ["0.4"],
+    "--workers": ["1"],
     "--detections": ["found.json", "."],
     "--suspects": ["suspects.csv", "."],
     "--report": ["page"],
@@ -204,7 +205,10 @@ def lines(draw: Any, world: World) -> Line:
 
 def run(world: World, line: Line, out: Path) -> tuple[Result, str]:
     names, options = line
-    words = ["evaluate", *(str(world.path(name)) for name in names), "--json", "--device", "cpu"]
+    words = ["evaluate", *(str(world.path(name)) for name in names), "--json"]
+    words += ["--device", "cpu"] * (
+        {*names, options.get("--against", "rows.json")} != {"rows.json"}
+    )
     for option, value in options.items():
         value = str(world.path(value)) if option == "--against" else value
         value = str(out / value) if "." in value and option[2:] in "detections suspects" else value
@@ -227,7 +231,7 @@ def check_line(world: World, line: Line, out: Path) -> None:
         or ("--fail-if-worse" in options and not other)
         or ("--all" in options and (len(names) > 1 or names == ["rows.json"]))
         or ("--detections" in options and ("--all" in options or names == ["rows.json"]))
-        or (not detectors and {"--tile", "--tile-overlap", "--nms-iou"} & {*options})
+        or (not detectors and {"--tile", "--tile-overlap", "--nms-iou", "--workers"} & {*options})
         or (
             "--tile-overlap" in options and detectors and not int(options.get("--tile", world.tile))
         )
