@@ -349,7 +349,8 @@ class Trainer:
     def evaluate(self) -> Evaluation | None:
         """Evaluate the network on the validation images, save it, and wait for the score.
 
-        Under torchrun every rank calls it; those other than the first return None.
+        Under torchrun every rank calls it; those other than the first return None. A step that a
+        resumed run has evaluated before is neither recorded nor counted for `patience` again.
 
         Raises:
             ssdctl.errors.UsageError: The trainer is not open, or has no validation images.
