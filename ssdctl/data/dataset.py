@@ -191,7 +191,7 @@ def read_and_convert(
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
-        known = _last_division(root, store, conversion) if store else {}
+        known = last_division(root, store, conversion)[1] if store else {}
         train, val = divided(whole, conversion.split, conversion.group, below, known)
         splits = {**splits, "train": train, "val": val}
     if "val" not in splits and "test" in splits and len(splits["test"].boxes):
@@ -204,17 +204,23 @@ def read_and_convert(
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
 
 
-def _last_division(root: Path, store: Path, conversion: Conversion) -> dict[str, bool]:
-    """Return which images this --split chose to train on, by path below the dataset folder."""
+def last_division(
+    root: Path, store: Path, conversion: Conversion
+) -> tuple[str | None, dict[str, bool]]:
+    """Return the key of the division of a store by this --split, and the images to train on.
+
+    They are paths below the dataset folder, with False for those to validate.
+    """
     store = store if index.read_made(store) else usual_store(root)
     made, known = index.read_made(store), dict[str, bool]()
     now = conversion.split, conversion.group
-    if made is not None and (made.conversion.split, made.conversion.group) == now:
-        for split in ("train", "val"):
-            folder = index.require_metadata(index.index_path(store, split)).images
-            names = index.read_images(store, split).names
-            known |= dict.fromkeys(paths_below(folder, names), split == "train")
-    return known
+    if made is None or (made.conversion.split, made.conversion.group) != now:
+        return None, {}
+    for split in ("train", "val"):
+        folder = index.require_metadata(index.index_path(store, split)).images
+        names = index.read_images(store, split).names
+        known |= dict.fromkeys(paths_below(folder, names), split == "train")
+    return made.division, known
 
 
 def _image_dir(root: Path, folder: str) -> str:

@@ -72,6 +72,7 @@ class Made(msgspec.Struct, frozen=True):
     sources: str  # the file of the store that lists the files they were read from
     splits: list[str]
     version: str  # ssdctl's
+    division: str | None = None  # by --split: it stays the same as long as no image moves
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):

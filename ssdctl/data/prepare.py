@@ -33,6 +33,7 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     Finding,
+    paths_below,
     relative_folder,
     root_folder,
 )
@@ -48,6 +49,7 @@ from ssdctl.data.check import (
 from ssdctl.data.dataset import (
     Resolved,
     find,
+    last_division,
     read_and_convert,
     require_same_classes,
     resolve_images,
@@ -164,6 +166,7 @@ class _Dataset(NamedTuple):
     conversion: Conversion
     splits: dict[str, Resolved]
     sources: Sources
+    division: str | None
 
 
 class _Store(NamedTuple):
@@ -206,7 +209,26 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     unlisted = unlisted_images(listed, folder)
     sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
     note_unlisted(root, resolved, unlisted)
-    return _Dataset(name, conversion, resolved, sources)
+    division = _division(root, folder, conversion, resolved)
+    return _Dataset(name, conversion, resolved, sources, division)
+
+
+def _division(
+    root: Path, folder: Path, conversion: Conversion, splits: Mapping[str, Resolved]
+) -> str | None:
+    """Return the key of the division by --split: the last one's if it moved no image."""
+    if conversion.split is None:
+        return None
+    last, known = last_division(root, folder, conversion)
+    now = dict[str, bool]()
+    for split in ("train", "val"):
+        images, _ = splits[split]
+        paths = paths_below(relative_folder(images.folder, root), images.file_names)
+        now |= dict.fromkeys(paths, split == "train")
+    if last and all(known.get(path, is_train) == is_train for path, is_train in now.items()):
+        return last
+    held = sorted(path for path, is_train in now.items() if not is_train)
+    return hashlib.sha256(os.fsencode("\0".join(held))).hexdigest()[:12]
 
 
 def _write(store: _Store, dataset: _Dataset) -> Outcome:
@@ -228,6 +250,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         write_sources(folder, dataset.sources),
         splits,
         __version__,
+        dataset.division,
     )
     for result in prepared.values():
         _write_index(store, made, result)

@@ -20,7 +20,7 @@ from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data import prepare_command
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED
-from ssdctl.data.index import read_made, require_metadata
+from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
@@ -132,17 +132,19 @@ def _was_divided_anew(
     is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
     if train is None or not settings or is_limited or real_path(own) != real_path(root):
         return False
-    if held is None and require_metadata(train.index_file).made.conversion.split is None:
+    if held is None and train.division is None:
         return False
     if (fold := settings.get("train.fold")) is not None:
         train = without_images(train, fold_rows(train, fold, settings.get("train.group")))
     if held is not None and np.isin(train.trainable, held).any():  # another fold, or none
         return True
-    run, now = Run(run_of(checkpoint.path).path), train.training_digest()
+    run, key, now = Run(run_of(checkpoint.path).path), "division", train.division
+    if held is not None:
+        key, now = "image_ids", train.training_digest()
     records: list[Record] = []
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
         records = run.events
-    return any(record.get("image_ids", now) != now for record in records)
+    return any(record.get(key, now) != now for record in records)
 
 
 def rows_to_score(

@@ -222,8 +222,15 @@ def test_an_image_that_was_held_out_stays_held_out(
         return [{*read_images(root / "prepared", split).names} for split in ("train", "val")]
 
     before = parts(range(6, 20), "--split", 0.8)
+    train = ("train", "--data", root, "--steps", 1, *TINY_RUN.split())
+    assert cli(*train, "--out", "first").code == 0
     for _ in range(8):
         now = parts(range(len({*before[0], *before[1]}), len({*before[0], *before[1]}) + 3), *again)
         assert [old <= new for old, new in zip(before, now, strict=True)] == [True, True]
         before = now
     assert len(before[1]) == round(0.2 * 44)
+    options = ("--init", "first", "--resume", "never", "--dry-run")
+    assert "divided in another way" not in cli(*train, *options).err
+    parts(range(0), "--split", 0.5)
+    assert "divided in another way" in cli(*train, *options).err
+    assert "divided in another way" in cli("evaluate", "first", "--device", "cpu").err

@@ -151,4 +151,5 @@ def _images_of(train: Split) -> Record:
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
         "image_ids": train.training_digest(),
+        "division": train.division,
     }
