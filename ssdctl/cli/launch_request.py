@@ -25,7 +25,14 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
-from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
+from ssdctl.launch.base import (
+    BatchEngine,
+    Engine,
+    LaunchRequest,
+    last_value,
+    load_engine,
+    read_node,
+)
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
@@ -53,7 +60,10 @@ def configure_launch(
         if rest
         else train_command(call, device, has_files=not engine.runs_elsewhere)
     )
-    variables = exported_settings(call) if engine.runs_elsewhere else {}
+    variables = {}
+    if engine.runs_elsewhere or is_written:  # the ranks may start in another folder
+        reads_file = last_value(command, "--config") is not None
+        variables = exported_settings(call, Kind.ENVIRONMENT if reads_file else Kind.FILE)
     if rest:  # the command may not have --device: set it by variables, which any command accepts
         variables |= {s.environment: device for s in all_settings().values() if s.name == "device"}
     if config.hostfile is not None and issubclass(engine, BatchEngine):
@@ -122,12 +132,15 @@ def resumed(request: LaunchRequest) -> LaunchRequest:
     return dataclasses.replace(request, command=command)
 
 
-def exported_settings(call: Call) -> dict[str, str]:
-    """Return variables that set in a pod what config files and variables set on this machine."""
+def exported_settings(call: Call, lowest: Kind) -> dict[str, str]:
+    """Return variables for the settings of config files and variables, from the `lowest` kind on.
+
+    Those of options are in the command.
+    """
     variables = {}
     for path, value in values(call.config).items():
         source, setting = call.config.sources[path], all_settings()[path]
-        is_of_this_machine = source.kind in (Kind.FILE, Kind.ENVIRONMENT)
+        is_of_this_machine = lowest <= source.kind <= Kind.ENVIRONMENT
         if setting.section not in LAUNCH_TABLES and is_of_this_machine:
             variables[setting.environment] = _as_text(value)
     return variables

@@ -147,3 +147,25 @@ def test_variables_of_this_machine_travel_to_pods(monkeypatch: pytest.MonkeyPatc
     result = launch("--gpus", "8", "--launcher", "kubernetes", *POD, "--dry-run")
     assert result.code == 0, result.err
     assert "SSDCTL_TRAIN__SEED" in result.out
+
+
+@pytest.mark.parametrize("engine", ["torchrun", "mpirun", "slurm"])
+def test_a_written_script_contains_the_settings_of_files_and_variables(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may start in another folder, or without the variables."""
+    monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
+    Path("ssdctl.toml").write_text('[data]\nroot = "a b"\n')
+    Path("my.toml").write_text("[data]\nroot = 'mine'\n")
+    written = ["--cpus", "2", "--launcher", engine, "--write", "job.sh"]
+    file = "export SSDCTL_DATA__ROOT="
+    for more, expected in (
+        ([], [f"{file}'a b'"]),
+        (["--", "evaluate", "a.pt"], [f"{file}'a b'"]),
+        (["--config", "my.toml"], []),  # the ranks read it
+        (["--", "evaluate", "--config", "my.toml", "a.pt"], []),
+    ):
+        assert launch(*written, *more).code == 0
+        lines = Path("job.sh").read_text().splitlines()
+        assert "export SSDCTL_TRAIN__SEED=3" in lines
+        assert [line for line in lines if line.startswith(file)] == expected
