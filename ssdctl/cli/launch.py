@@ -166,7 +166,10 @@ def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait
 
 
 def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
-    """Run the job again after crashes, at most `--restarts` times; return its exit code."""
+    """Run the job again after crashes, at most `--restarts` times; return its exit code.
+
+    A job that was asked to stop is not run again.
+    """
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch import processes
     from ssdctl.launch.base import make_job, read_node
@@ -179,7 +182,7 @@ def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
         outcome = processes.run(job, stdout_to_stderr=call.console.as_json)
         if outcome.failure is not None:
             _show_failure(call, request, *outcome.failure)
-        if outcome.code not in CRASHES or not restarts_left:
+        if outcome.code not in CRASHES or outcome.was_signaled or not restarts_left:
             return outcome.code
         restarts_left -= 1
         call.console.warning(

@@ -54,6 +54,7 @@ OUTER_JOB = re.compile(
 class JobOutcome(NamedTuple):
     code: int
     failure: tuple[list[int], str] | None = None  # the ranks that failed first, and why
+    was_signaled: bool = False  # a stop was requested, whatever the code is
 
 
 def run(job: Job, *, stdout_to_stderr: bool = False) -> JobOutcome:
@@ -84,7 +85,8 @@ def run(job: Job, *, stdout_to_stderr: bool = False) -> JobOutcome:
         code, exits = running.wait(received), read_exits(folder)
         num_ranks = job.num_ranks if job.nodes == 1 else None
         is_full = memory_kills() > killed_before
-        return JobOutcome(code, first_failure(code, exits, num_ranks, running.lost, is_full))
+        failure = first_failure(code, exits, num_ranks, running.lost, is_full)
+        return JobOutcome(code, failure, was_signaled=bool(received))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for number, handler in old.items():

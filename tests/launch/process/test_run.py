@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from conftest import run_cli
 from helpers import is_alive, wait_for
 
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exits
+from ssdctl.launch.base import Job
 
 # Runs a plan with the program of its argument as the launcher of two ranks, as `ssdctl launch` does.
 DRIVER = """
@@ -138,6 +141,23 @@ def test_a_failed_rank_ends_the_hanging_ones(tmp_path: Path) -> None:
     with started(DEAF, tmp_path, HANG_S="0.3") as launch:
         assert launch.wait(20) == 3
     assert list(tmp_path.glob("ssdctl-launch-*")) == []
+
+
+def test_a_job_that_was_asked_to_stop_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank was lost before it had saved."""
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "pathlib.Path(sys.argv[1], 'starts').open('a').write('x')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(8))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "time.sleep(20)"
+    )
+    job = Job((sys.executable, "-c", code, str(tmp_path)), {}, "torchrun", 2)
+    monkeypatch.setattr("ssdctl.launch.base.make_job", lambda *_: job)
+    assert run_cli("launch", "--cpus", "2", "--restarts", "1").code == 8
+    assert (tmp_path / "starts").read_text() == "x"
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
