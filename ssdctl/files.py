@@ -13,6 +13,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -361,6 +362,11 @@ def free_name(name: str, taken: set[str]) -> str:
     return free
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, then the paths with 1, 2 and so on at the end of its name."""
+    return (path.with_name(f"{path.name}{n or ''}") for n in itertools.count())
+
+
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name, else raise IntegrityError.
 
@@ -396,7 +402,8 @@ def try_lock(path: Path) -> int | None:
 def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on `path`, created if missing; wait for its owner.
 
-    `message` is logged if another process has it. A temporary file is deleted at the end.
+    `message` is logged if another process has it. A temporary file is deleted at the end, unless it
+    has content: then it is a file of the user.
     """
     make_dir(path.parent)
     if (descriptor := try_lock(path)) is None and message:
@@ -408,7 +415,7 @@ def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterat
     try:
         yield
     finally:
-        if is_temporary:
+        if is_temporary and not os.fstat(descriptor).st_size:
             with contextlib.suppress(OSError):  # the file system may be gone
                 path.unlink()
         os.close(descriptor)

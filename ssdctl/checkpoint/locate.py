@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 from ssdctl.config import Config
-from ssdctl.download.fetch import checksum_path, fetch_detector, remember_checksum
+from ssdctl.download.fetch import (
+    checksum_path,
+    corrupt_path,
+    fetch_detector,
+    remember_checksum,
+    sha256_of,
+)
 from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
 from ssdctl.errors import IntegrityError, UsageError
@@ -105,7 +111,7 @@ def trust_first_use(name: str, file: Path) -> None:
     except IntegrityError as error:
         if checksum_path(file).exists():  # it was read before
             raise
-        corrupt = file.with_name(file.name + ".corrupt")
+        corrupt = corrupt_path(file, file.stat().st_size, sha256_of(file, ""))
         with disk_errors(file, "renaming"):
             file.replace(corrupt)
         raise IntegrityError(

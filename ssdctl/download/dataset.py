@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import shutil
@@ -55,6 +54,7 @@ from ssdctl.files import (
     link_or_copy,
     make_dir,
     msgspec_type,
+    numbered,
     read_limited,
     safe_join,
     write_bytes,
@@ -342,8 +342,8 @@ def _others(dest: Path, record: Record, known: Sequence[Entry], progress: Progre
 def _set_aside(dest: Path, paths: Sequence[str]) -> None:
     for path in paths:
         target = safe_join(dest, path)
-        names = (target.with_name(f"{target.name}.replaced{n or ''}") for n in itertools.count())
-        target.rename(next(name for name in names if not name.exists()))
+        names = numbered(target.with_name(f"{target.name}.replaced"))
+        target.rename(next(name for name in names if not os.path.lexists(name)))
     if paths:
         log.warning(
             "%s with other contents than those of the download: kept as NAME.replaced, such as %s",

@@ -3,7 +3,7 @@
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
 During the download, `a.zip.part` and `a.zip.lock` are next to the target. A file with the wrong
-hash is kept as `a.zip.corrupt` for inspection.
+hash is kept as `a.zip.corrupt` (or `.corrupt1` and so on) for inspection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import DetectorSource, PinnedFile
 from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import free_bytes, lock, safe_join, write_text
+from ssdctl.files import free_bytes, lock, numbered, safe_join, write_text
 from ssdctl.runtime.safe_text import redact_url
 from ssdctl.runtime.system import expand_home, user_temporary_dir
 
@@ -143,6 +143,13 @@ def checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
+def corrupt_path(target: Path, num_bytes: int, sha256: str) -> Path:
+    """Return where to keep a file with wrong content: a path that is free, or has it already."""
+    content = PinnedFile("", "", sha256, num_bytes)
+    names = numbered(target.with_name(target.name + ".corrupt"))
+    return next(name for name in names if not os.path.lexists(name) or is_whole(name, content))
+
+
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
     """Hold an exclusive lock on the download of `target`, in this and other processes."""
     return lock(_lock_path(target), is_temporary=True)
@@ -221,7 +228,7 @@ def _fetch_from(
             if not partial.inherited:
                 break
             partial.reset()  # bytes of another version, or lost in a power cut: try again
-        corrupt = target.with_name(target.name + ".corrupt")
+        corrupt = corrupt_path(target, num_bytes, digest)
         partial.publish(corrupt)
     finally:
         partial.close()

@@ -22,6 +22,7 @@ from ssdctl.runtime.safe_text import redact_url
 MAX_MANIFEST_BYTES = 16 << 20
 COCO_URL = "https://s3.amazonaws.com/images.cocodataset.org"
 OTHER_ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+OWN_SUFFIXES = (".part", ".lock", ".corrupt")  # of files next to a target (fetch.py)
 WEIGHTS_URL = "https://download.pytorch.org/models"
 
 
@@ -165,7 +166,8 @@ def read_manifest(path: Path) -> list[PinnedFile]:
     """Read the files of a download manifest (TOML), in its order.
 
     Raises:
-        UsageError: It does not exist, is not TOML, has no pin, or names a file twice.
+        UsageError: It does not exist, is not TOML, has no pin, names a file twice, or names a file
+            that the download of another one writes.
         IntegrityError: A name would leave the destination.
         DiskError: The file system refuses to read it.
     """
@@ -187,4 +189,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
                 f"{path}: {entry.name!r} cannot be unpacked: only zip archives are",
                 hint="leave unpack out and unpack it by hand, or pack it as a zip",
             )
+    for target in seen:
+        if target.suffix in OWN_SUFFIXES and target.with_suffix("") in seen:
+            raise UsageError(f"{path}: {str(target)!r} is a name that the download itself uses")
     return [PinnedFile(e.name, e.url, e.sha256.lower(), e.bytes, e.unpack) for e in entries]

@@ -54,6 +54,7 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
         (ENTRY, ENTRY + ENTRY, "a.zip"),
         (ENTRY, "[[file", "TOML"),
         ('"a.zip"', '"."', "name"),
+        (ENTRY, ENTRY.replace('"a.zip"', '"a.zip.part"') + ENTRY, "'a.zip.part'"),
         ('a.zip"\nurl', 'a.tar"\nunpack = true\nurl', r"'a\.tar'"),
     ],
 )
