@@ -132,11 +132,9 @@ def download(
             record, state = _get_archive(file, others, dest, keep_archives, get, progress)
             results.append({**result, "state": state, "files": len(record.entries)})
         else:
-            target = safe_join(dest, file.name)
-            before = _modified_ns(target)
-            if before is not None and not is_whole(target, file, progress):
-                _set_aside(dest, [file.name])
-            is_present = _modified_ns(get(file)) == before
+            before = _modified_ns(safe_join(dest, file.name))
+            path = get(file, set_aside=partial(_set_aside, dest, [file.name]))
+            is_present = _modified_ns(path) == before
             results.append({**result, "state": "present" if is_present else "fetched"})
     return results
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,12 @@ def fetch(
     connections: int = 8,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
     progress: Progress = no_progress,
+    set_aside: Callable[[], None] = lambda: None,
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
 
     `mirror` is a base URL to fetch from instead. Several connections are used if the server
-    supports ranges.
+    supports ranges. `set_aside` is called before a complete download replaces another file.
 
     Raises:
         NetworkError: No answer, a refusal, a stall. The received bytes are kept for the next call.
@@ -71,7 +73,7 @@ def fetch(
             return target
         for url in urls:
             try:
-                _fetch_from(url, file, target, connections, retry_policy, progress)
+                _fetch_from(url, file, target, connections, retry_policy, progress, set_aside)
                 return target
             except NotFound as error:
                 absent = error
@@ -214,6 +216,7 @@ def _fetch_from(
     connections: int,
     policy: RetryPolicy,
     progress: Progress,
+    set_aside: Callable[[], None],
 ) -> None:
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
@@ -223,6 +226,8 @@ def _fetch_from(
             transfer(url, partial, file.name, connections, policy, progress)
             digest = sha256_of(partial.path, f"verifying {file.name}", progress, num_bytes)
             if digest.startswith(file.sha256):
+                if target.is_file():
+                    set_aside()
                 partial.publish(target)
                 return
             if not partial.inherited:

@@ -112,7 +112,7 @@ def test_no_archive_replaces_a_file_of_another(server: Server, tmp_path: Path) -
 
 
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(
-    files: list[PinnedFile], tmp_path: Path
+    server: Server, files: list[PinnedFile], tmp_path: Path
 ) -> None:
     assert states(verify(files, tmp_path)) == ["missing"] * 3
     fetch(files[0], tmp_path)  # killed before it was unpacked
@@ -127,6 +127,11 @@ def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     assert states(result) == ["broken", "intact", "broken"]
     assert [row["problems"] for row in result] == [[name], [], ["README"]]
     own = {f"{path}.replaced": (tmp_path / path).read_bytes() for path in (name, "README")}
+    readme, before = server.routes.pop("/README"), (tmp_path / "README").read_bytes()
+    with pytest.raises(NetworkError):
+        download(files[2:], tmp_path)
+    assert (tmp_path / "README").read_bytes() == before
+    server.routes["/README"] = readme
     assert states(download(files, tmp_path)) == ["fetched", "present", "fetched"]
     assert content(tmp_path) == WANTED | own  # the user may have changed them
 
