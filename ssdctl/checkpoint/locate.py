@@ -19,6 +19,7 @@ from ssdctl.download.fetch import (
     remember_checksum,
     sha256_of,
 )
+from ssdctl.download.http import MIRROR
 from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
 from ssdctl.errors import IntegrityError, UsageError
@@ -116,7 +117,7 @@ def trust_first_use(name: str, file: Path) -> None:
             file.replace(corrupt)
         raise IntegrityError(
             f"{error}; kept as {corrupt}",
-            hint="run it again for a new copy, or try --mirror",
+            hint=f"run it again for a new copy, or try {MIRROR}",
         ) from error
     digest = remember_checksum(file)
     log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssdctl.download.http import NotFound, RetryPolicy, length_of
+from ssdctl.download.http import MIRROR, NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import DetectorSource, PinnedFile
 from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
@@ -90,7 +90,7 @@ def fetch_one(name: str, file: PinnedFile, folder: Path, **how: Any) -> Path:
         raise NetworkError(
             f"{name}: {error}",
             hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-            f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
+            f"{(folder / file.name).absolute()}; or {MIRROR}",
         ) from error
 
 
@@ -205,7 +205,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     if needed and free < needed + SPARE_BYTES:
         raise DiskError(
             f"{what} needs {needed / 1e9:,.2f} GB more in {folder}, {free / 1e9:,.2f} GB are free",
-            hint="free some space or choose another folder with --dest",
+            hint="free some space or choose another folder (--dest; TORCH_HOME for weights)",
         )
 
 
@@ -242,5 +242,5 @@ def _fetch_from(
     raise IntegrityError(
         f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",
-        hint="run it again; if the hash is the same, the source has another file: try --mirror",
+        hint=f"run it again; if the hash is the same, the source has another file: try {MIRROR}",
     )

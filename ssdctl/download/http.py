@@ -30,6 +30,7 @@ TEMPORARY = (408, 429, 500, 502, 503, 504)
 TICK_S = 0.1  # between two looks at a deadline
 ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
 RESUME = "received bytes are kept: run it again to continue"
+MIRROR = "--set download.mirror=URL"  # which every command has
 T = TypeVar("T")
 
 
@@ -166,7 +167,7 @@ def length_of(url: str, policy: RetryPolicy) -> int:
     while not wait([result], TICK_S).done:
         if time.monotonic() > deadline:
             raise NetworkError(
-                f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint="try --mirror"
+                f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint=f"try {MIRROR}"
             )
     if not (total := result.result()):
         raise NetworkError(f"{redact_url(url)}: the server does not state the length of the file")
@@ -200,14 +201,14 @@ def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
     status = reply.status_code
     message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
     if status in ABSENT:
-        return NotFound(message, hint="check the URL, or try --mirror")
+        return NotFound(message, hint=f"check the URL, or try {MIRROR}")
     if status in TEMPORARY:
-        busy = TemporaryFailure(message, hint="try again later, or try --mirror")
+        busy = TemporaryFailure(message, hint=f"try again later, or try {MIRROR}")
         with contextlib.suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
             busy.asked_s = urllib3.Retry().get_retry_after(reply.raw) or 0
         return busy
     if status not in (200, 206, 416):
-        return NetworkError(message, hint="try again later, or try --mirror")
+        return NetworkError(message, hint=f"try again later, or try {MIRROR}")
     kind = reply.headers.get("Content-Type", "")
     is_page = kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml")
     if status == 416 or not is_page:
@@ -215,7 +216,7 @@ def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
     return IntegrityError(
         f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with the "
         "file",
-        hint="perhaps a login page of the network: open the URL in a browser, or try --mirror",
+        hint=f"perhaps a login page of the network: open the URL in a browser, or try {MIRROR}",
     )
 
 
@@ -229,10 +230,10 @@ def _request_error(error: Exception, url: str) -> NetworkError:
             "otherwise unset it",
         )
     if isinstance(error, (requests.TooManyRedirects, ValueError)):  # an invalid URL or header
-        return NetworkError(message, hint="check the URL, or try --mirror")
+        return NetworkError(message, hint=f"check the URL, or try {MIRROR}")
     failure = TemporaryFailure(
         message,
-        hint=f"{RESUME}. HTTPS_PROXY and HTTP_PROXY set proxies; --mirror fetches from elsewhere",
+        hint=f"{RESUME}. HTTPS_PROXY and HTTP_PROXY set proxies, {MIRROR} another source",
     )
     failure.is_connect = isinstance(error, requests.ConnectionError) and not isinstance(
         next(iter(error.args), None), urllib3.exceptions.ProtocolError

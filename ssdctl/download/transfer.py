@@ -28,6 +28,7 @@ import requests
 import urllib3
 
 from ssdctl.download.http import (
+    MIRROR,
     RESUME,
     TICK_S,
     RetryPolicy,
@@ -200,7 +201,7 @@ def transfer(
     raise NetworkError(
         f"{redact_url(url)}: started from zero {policy.restarts} times: the server ignores "
         "ranges, and its connections keep breaking",
-        hint="try --mirror, or fetch the file by other means",
+        hint=f"try {MIRROR}, or fetch the file by other means",
     )
 
 
@@ -243,7 +244,7 @@ class _Attempt:
                         raise NetworkError(
                             f"{redact_url(self.url)}: {received} bytes in the last {limit_s:g} s: "
                             "stalled",
-                            hint=f"{RESUME}, or try --mirror",
+                            hint=f"{RESUME}, or try {MIRROR}",
                         )
                 progress(arrived)
         finally:
@@ -283,7 +284,7 @@ class _Attempt:
                 problem = describe_error(error)
         if piece.start == before:
             raise TemporaryFailure(
-                f"{redact_url(self.url)}: {problem}", hint=f"{RESUME}, or try --mirror"
+                f"{redact_url(self.url)}: {problem}", hint=f"{RESUME}, or try {MIRROR}"
             )
 
     def _accepted(self, reply: requests.Response, piece: Piece, wanted: range) -> range:
@@ -293,7 +294,7 @@ class _Attempt:
             raise IntegrityError(
                 f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
                 f"{self.partial.num_bytes:,}",
-                hint="the server has another file: try --mirror",
+                hint=f"the server has another file: try {MIRROR}",
             )
         with self.lock:
             if self.over.is_set():
@@ -310,7 +311,7 @@ class _Attempt:
                     f"{redact_url(self.url)}: asked for bytes {wanted.start}-{wanted.stop - 1}, "
                     f"the server answers with Content-Range "
                     f"{reply.headers.get('Content-Range')!r}",
-                    hint="the server is unreliable: try --mirror",
+                    hint=f"the server is unreliable: try {MIRROR}",
                 )
             while len(self.workers) < self.connections:
                 self.workers.append(run_in_daemon_thread(self._work))
@@ -324,7 +325,7 @@ class _Attempt:
                 raise IntegrityError(
                     f"{redact_url(self.url)}: the server sends more than the {len(span)} bytes it "
                     "was expected to",
-                    hint="the server has another file: try --mirror",
+                    hint=f"the server has another file: try {MIRROR}",
                 )
             with self.lock:
                 if self.over.is_set():
