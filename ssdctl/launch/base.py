@@ -34,6 +34,15 @@ Write = Callable[[str], object]
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 POLL_S = 2.0
 UNREACHABLE_S = 120.0  # how long the controller of a batch engine may be unavailable
+# Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
+# outer torchrun; PET_* are torchrun's options.
+OUTER_JOB = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+OUTER_PREFIX = "PET_"
+UNSET_OUTER_JOB = f"unset {' '.join(OUTER_JOB)} ${{!{OUTER_PREFIX}@}}"  # a line of a script
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
 
@@ -103,7 +112,7 @@ class Job:
         if self.text is not None:
             return self.text
         exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
-        lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", *exports]
+        lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", UNSET_OUTER_JOB, *exports]
         return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
 
 
@@ -226,6 +235,10 @@ def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
     for argument in (*request.command, *request.variables.values()):
         check_text(argument)
     return engine.build_job(request, node)
+
+
+def is_of_outer_job(variable: str) -> bool:
+    return variable in OUTER_JOB or variable.startswith(OUTER_PREFIX)
 
 
 def check_text(argument: str) -> None:

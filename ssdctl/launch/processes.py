@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import shutil
 import signal
@@ -34,7 +33,7 @@ from ssdctl.distributed.rank_process import (
     read_processes,
 )
 from ssdctl.errors import DiskError, ExitCode, UsageError
-from ssdctl.launch.base import Job
+from ssdctl.launch.base import Job, is_of_outer_job
 from ssdctl.runtime.system import memory_kills
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.torchrun"
@@ -43,12 +42,6 @@ REPEAT_S = 5.0
 EARLY_S = 20.0  # Python has installed its signal handlers by then; torchrun waits 30 s or more
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-# Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
-# outer torchrun; PET_* are torchrun's options.
-OUTER_JOB = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_USE_AGENT_STORE|PET_.*|"
-    "OMPI_COMM_WORLD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)"
-)
 
 
 class JobOutcome(NamedTuple):
@@ -102,7 +95,7 @@ class _RunningJob:
         self.lost: int | None = None
         self.signaled: set[int] = set()
         self.stopped_at = self.last_at = 0.0
-        environment = {n: v for n, v in os.environ.items() if not OUTER_JOB.fullmatch(n)}
+        environment = {n: v for n, v in os.environ.items() if not is_of_outer_job(n)}
         launcher_file = folder / "launcher"
         own = {EXITS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(launcher_file)}
         sys.stdout.flush()

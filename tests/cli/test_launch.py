@@ -2,8 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -158,7 +160,7 @@ def test_a_written_script_contains_the_settings_of_files_and_variables(
     Path("ssdctl.toml").write_text('[data]\nroot = "a b"\n')
     Path("my.toml").write_text("[data]\nroot = 'mine'\n")
     written = ["--cpus", "2", "--launcher", engine, "--write", "job.sh"]
-    file = "export SSDCTL_DATA__ROOT="
+    file, outer = "export SSDCTL_DATA__ROOT=", {"RANK": "9", "PET_NNODES": "2"}
     for more, expected in (
         ([], [f"{file}'a b'"]),
         (["--", "evaluate", "a.pt"], [f"{file}'a b'"]),
@@ -169,3 +171,9 @@ def test_a_written_script_contains_the_settings_of_files_and_variables(
         lines = Path("job.sh").read_text().splitlines()
         assert "export SSDCTL_TRAIN__SEED=3" in lines
         assert [line for line in lines if line.startswith(file)] == expected
+        # An outer job's variables would make the ranks wait for that job.
+        top = lines[: next(n for n, line in enumerate(lines) if line.startswith("export "))]
+        done = subprocess.run(
+            ["bash"], input="\n".join([*top, "env"]), env=outer, check=True, stdout=PIPE, text=True
+        )
+        assert not any(line.startswith(tuple(outer)) for line in done.stdout.splitlines())

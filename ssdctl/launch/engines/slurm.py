@@ -21,6 +21,7 @@ from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
     POLL_S,
+    UNSET_OUTER_JOB,
     BatchEngine,
     Job,
     LaunchRequest,
@@ -62,6 +63,7 @@ SCRIPT = """\
 {directives}
 # Written by ssdctl launch.
 set -u
+{unset}
 {exports}export MASTER_ADDR
 MASTER_ADDR={head}
 command=({command})
@@ -130,6 +132,7 @@ class Slurm(BatchEngine):
             directives="\n".join(
                 f"#SBATCH {option}" for option in self._directives(request, ranks, cores)
             ),
+            unset=UNSET_OUTER_JOB,
             exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
             head="127.0.0.1" if config.nodes == 1 else HEAD,
             command=shlex.join((request.python, "-m", "ssdctl", *request.command)),
