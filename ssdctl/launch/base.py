@@ -41,6 +41,7 @@ OUTER_JOB = (
     "TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
+FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 OUTER_PREFIX = "PET_"
 UNSET_OUTER_JOB = f"unset {' '.join(OUTER_JOB)} ${{!{OUTER_PREFIX}@}}"  # a line of a script
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
@@ -98,6 +99,8 @@ class Job:
     text: str | None = None  # the script or manifest for a batch engine
     manifest: Mapping[str, Any] | None = None  # the same as data, for Kubernetes
     warnings: tuple[str, ...] = ()
+    # What a script has instead of an argument, as text for the shell: it may run much later.
+    script_words: Mapping[str, str] = field(default_factory=dict)
 
     def to_line(self, *, with_secrets: bool = True) -> str:
         """Return the command as one line for a shell."""
@@ -113,7 +116,10 @@ class Job:
             return self.text
         exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
         lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", UNSET_OUTER_JOB, *exports]
-        return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
+        words = [shlex.quote(argument) for argument in self.argv]
+        for argument, word in self.script_words.items():
+            words[self.argv.index(argument)] = word
+        return "\n".join([*lines, f"exec {' '.join(words)}", ""])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ first host of the host file; version 4 starts it on the launching host.
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,15 @@ from typing import TYPE_CHECKING
 from ssdctl.distributed import free_port
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.base import PLACEHOLDER, Engine, Job, LaunchRequest, Node, require_program
+from ssdctl.launch.base import (
+    FREE_PORT,
+    PLACEHOLDER,
+    Engine,
+    Job,
+    LaunchRequest,
+    Node,
+    require_program,
+)
 from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 if TYPE_CHECKING:
@@ -84,7 +93,9 @@ class Mpirun(Engine):
         for name in config.export_env:
             if not VARIABLE.fullmatch(name):
                 raise UsageError(f"--export-env {name!r} is not the name of a variable")
-        options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
+        meeting_port = f"MASTER_PORT={port}"
+        options += ["-x", f"MASTER_ADDR={address}", "-x", meeting_port]
+        chosen_port = f'MASTER_PORT="$({shlex.quote(request.python)} -c "{FREE_PORT}")"'
         options += [] if is_local else _exports(request)
         return Job(
             ("mpirun", *options, request.python, "-m", "ssdctl", *request.command),
@@ -95,6 +106,7 @@ class Mpirun(Engine):
             stop_signal=None if is_local else STOP_SIGNAL,
             missing=missing,
             warnings=tuple(self._warnings(request)),
+            script_words={meeting_port: chosen_port} if port == str(self.port) else {},
         )
 
     def _ssh(self, request: LaunchRequest) -> list[str]:

@@ -20,6 +20,7 @@ from ssdctl.config.sections import SlurmConfig
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
+    FREE_PORT,
     POLL_S,
     UNSET_OUTER_JOB,
     BatchEngine,
@@ -55,7 +56,6 @@ ASSUMED_CORES = (
     "give --cores-per-node N"
 )
 START_S = 60  # for imports and first reads; an earlier signal saves nothing
-FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 RESUME = "command+=(--resume=auto)"
 SCRIPT = """\
