@@ -313,8 +313,15 @@ def models(call: Call) -> None:
 
     width = max(len(detector.name) for detector in DETECTORS)
     rows, lines = list[dict[str, object]](), list[str]()
+    broken: list[str] = []
     for detector in DETECTORS:
-        path, file = cached_detector(detector), detector.file
+        path, file, absent = None, detector.file, "not downloaded"
+        try:
+            path = cached_detector(detector)
+        except IntegrityError as error:
+            absent = "broken"
+            broken.append(str(error))
+            call.console.warning(f"broken: {error}; {error.hint}")
         num_bytes = path.stat().st_size if path else file.bytes
         rows.append(
             {
@@ -331,14 +338,14 @@ def models(call: Call) -> None:
             }
         )
         ap = "" if detector.ap is None else f", AP {detector.ap:.3f}"
-        state = "downloaded" if path else "not downloaded"
+        state = "downloaded" if path else absent
         size = f", {num_bytes / 1e6:.0f} MB" if num_bytes else ""
         lines += [
             f"{detector.name:<{width}}  {detector.network}{ap}, {state}{size}",
             f"  license: {detector.license}; {TRUST[detector.trust]}",
             f"  {detector.page}",
         ]
-    call.console.result({"models": rows}, "\n".join(lines))
+    call.console.result({"models": rows, "broken": broken}, "\n".join(lines))
     call.console.closing([], [f"ssdctl predict {DETECTORS[0].name} photo.jpg --out drawn"])
 
 

@@ -84,7 +84,11 @@ def test_a_name_is_fetched_recorded_and_exported(
     assert result.code == 5
     assert digest in result.err
     assert sha256_of(cached) in result.err
-    assert cli("models").code == 5
+    result = cli("models", "--json")
+    listed = json.loads(result.out)
+    assert (result.code, len(listed["models"]), listed["models"][1]["path"]) == (0, 2, None)
+    assert str(cached) in listed["broken"][0]
+    assert "broken: " in result.err
 
     cached.unlink()
     recorded.unlink()
