@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -56,7 +57,7 @@ def configure_launch(
     name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (
-        rest_command(call, rest, count)
+        rest_command(call, rest, device, count)
         if rest
         else train_command(call, device, has_files=not engine.runs_elsewhere)
     )
@@ -178,15 +179,19 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
             arguments.append(setting.as_option(value))
         else:
             arguments.append(f"{setting.flags[0]}={value}")
-    for other in set(devices) - {"auto", device}:
-        raise UsageError(
-            f"--device {other} contradicts the number of {device} devices: give only the number"
-        )
+    _refuse_others({*devices} - {"auto"}, device)
     arguments += ["--quiet"] * call.console.quiet + ["--verbose"] * call.console.verbose
     return [*arguments, f"--device={device}"]
 
 
-def rest_command(call: Call, rest: list[str], count: int) -> list[str]:
+def _refuse_others(devices: set[str], device: str) -> None:
+    for other in devices - {device}:
+        raise UsageError(
+            f"--device {other} contradicts the number of {device} devices: give only the number"
+        )
+
+
+def rest_command(call: Call, rest: list[str], device: str, count: int) -> list[str]:
     """Return the command after `--`, checked: it must exist and have these options.
 
     Several ranks would write the same files if it does not share its work among them.
@@ -211,9 +216,13 @@ def rest_command(call: Call, rest: list[str], count: int) -> list[str]:
     # Its options are parsed as each rank would.
     parsed = commands[rest[0]]
     try:
-        parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+        context = parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+        own: Any = getattr(parsed, "commands", {}).get(" ".join(rest[1:2]))
+        if own is not None:
+            context = own.make_context(f"ssdctl {' '.join(rest[:2])}", rest[2:])
     except typer.Exit as end:  # after --help
         raise SystemExit(end.exit_code) from None
+    _refuse_others(_given_devices(context.params), device)
     name = " ".join(rest[: 1 + hasattr(parsed, "commands")])
     if count > 1 and name not in DISTRIBUTED_COMMANDS:
         hint = "launch it with one device"
@@ -221,3 +230,10 @@ def rest_command(call: Call, rest: list[str], count: int) -> list[str]:
     return rest[:1] + (
         parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
     )
+
+
+def _given_devices(parameters: dict[str, Any]) -> set[str]:
+    """Return the devices that a parsed command names, by `--device` and `--set`."""
+    options = {value for name, value in parameters.items() if name.endswith("__device")}
+    assigned = map(parse_assignment, parameters.get("assignments") or ())
+    return options - {None} | {o.value for o in assigned if o.path.endswith(".device")}

@@ -92,6 +92,11 @@ def test_another_command() -> None:
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     plan = json.loads(launch(*options[:-1], "benchmark", "train", "--bs", "4").out)
     assert ranks_command(plan) == ["benchmark", "train", "--bs", "4"]
+    for other in (["--device", "cuda"], ["--set", "evaluate.device=cuda"]):
+        result = launch(*options, *other, "a.pt")
+        assert (result.code, "--device cuda contradicts" in result.err) == (2, True), result.err
+    assert launch(*options[:-1], "benchmark", "train", "--device", "hpu").code == 2
+    assert launch(*options[:-1], "doctor").code == 0
 
 
 def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
