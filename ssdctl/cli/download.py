@@ -234,12 +234,12 @@ def fetch_weights(
     from ssdctl.download.pinned_files import find_detector
     from ssdctl.model.pretrained import fetch_weights
 
-    name = name or call.config.model.weights_name
+    problem = f"{name}: is a path or a URL, not the name of weights"
+    if not name:
+        name, given = call.config.model.weights_name, call.config.model.weights
+        problem = f"model.weights is {given!r} in the config: nothing to download"
     if name is None or "/" in name:
-        raise UsageError(
-            f"model.weights is {call.config.model.weights!r} in the config: nothing to download",
-            hint="give a NAME that `ssdctl fetch-weights --list` shows",
-        )
+        raise UsageError(problem, hint="give a NAME that `ssdctl fetch-weights --list` shows")
     detector = find_detector(name)
     fetch = partial(fetch_weights, name) if detector is None else partial(fetch_detector, detector)
     config = call.config.download

@@ -190,6 +190,7 @@ def test_weights_by_name_or_those_of_the_config(
     [
         (["--set", "model.weights=none"], 2, "--list"),
         (["tinyv1"], 2, "'tiny-v1'"),
+        (["hf://org/name"], 2, "hf://org/name: is a path or a URL"),
         ([STEM, "--list"], 2, "--list"),
         ([STEM, "--mirror", "http://127.0.0.1:1"], 4, "without network"),
         ([STEM, "--mirror", "SERVER"], 5, f"{STEM}.pth"),
