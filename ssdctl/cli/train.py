@@ -9,7 +9,7 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, aligned
-from ssdctl.distributed import Ranks, find_ranks
+from ssdctl.distributed import Ranks, find_ranks, require_port
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.folder import RunDir, run_dir
@@ -65,6 +65,7 @@ def train(
         tune_process()
     ranks, run = find_ranks(), run_dir(call.config)
     if not ranks.is_single_process:
+        require_port()  # on the terminal: only rank 0 writes to it from here on
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     # Only rank 0 writes to the terminal.
     call.console.quiet = call.console.quiet or not ranks.is_main

@@ -83,6 +83,12 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     return SINGLE_PROCESS
 
 
+def require_port() -> None:
+    """Raise UsageError unless the variable is set that says where the ranks meet."""
+    if "MASTER_PORT" not in os.environ:
+        raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+
+
 def own_addresses() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
     addresses = {}

@@ -23,8 +23,8 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.device import Device
-from ssdctl.distributed import Ranks, find_ranks, interface_for_peers
-from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
+from ssdctl.distributed import Ranks, find_ranks, interface_for_peers, require_port
+from ssdctl.errors import DistributedError, SsdctlError, Stopped
 from ssdctl.runtime import signals
 from ssdctl.runtime.system import run_in_daemon_thread, with_defaults
 
@@ -213,8 +213,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _variables(ranks: Ranks) -> dict[str, str]:
     """Return the variables that torch and vendors' backends read, under srun too."""
-    if "MASTER_PORT" not in os.environ:
-        raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+    require_port()
     leader = os.environ.get("MASTER_ADDR", "127.0.0.1")
     numbers = zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), map(str, ranks), strict=True)
     interface = interface_for_peers(leader, ranks.world_size)

@@ -1,8 +1,10 @@
 """Who a process is among all (torchrun's, Open MPI's and Slurm's variables), and its addresses."""
 
 import socket
+from pathlib import Path
 
 import pytest
+from conftest import run_cli
 
 from ssdctl.distributed import Ranks, find_ranks, interface_for_peers, own_addresses, own_names
 from ssdctl.errors import UsageError
@@ -38,6 +40,16 @@ def test_ranks(environment: dict[str, str], expected: tuple[int, int, int]) -> N
 def test_nonsense_is_refused(rank: str) -> None:
     with pytest.raises(UsageError, match="RANK="):
         find_ranks({**TORCHRUN, "RANK": rank})
+
+
+def test_a_rank_that_cannot_meet_the_others_says_so_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {**BATCH, "SLURM_PROCID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli("train", "--fake-data", "--device", "cpu", "--out", "run")
+    assert (result.code, "MASTER_PORT is not set" in result.err) == (2, True)
+    assert not Path("run").exists()  # nor a log with the message
 
 
 def test_only_a_name_that_resolves_to_the_loopback_is_replaced_between_machines(
