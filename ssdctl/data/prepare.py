@@ -4,7 +4,7 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. The indexes are written last, so a killed run leaves the old
-store or none; the next start continues with what is finished (image_check.py).
+store; the next start continues with what is finished (image_check.py).
 A second `prepare` of the same folder waits for the first.
 """
 
@@ -445,10 +445,11 @@ def _check_images(
 ) -> CheckedImages:
     folder, key = store.folder, _chunks_key(annotations, store.config, store.force)
     job = ImageCheck(split, key, annotations, folder, store.config)
-    check_files(job, num_bytes)
     old = index.read_metadata(folder, split)
     if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
-        index.index_path(folder, split).unlink()  # its shards are about to change
+        # The old shards stay until the new index is written.
+        job = job._replace(key=hashlib.sha256(f"{key}{old.key}".encode()).hexdigest())
+    check_files(job, num_bytes)
     return check_images(job, store.progress)
 
 

@@ -24,7 +24,7 @@ from PIL import ExifTags, Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
-from ssdctl.data.annotations import AUTOMATIC
+from ssdctl.data.annotations import AUTOMATIC, Conversion
 from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
@@ -352,15 +352,19 @@ def test_finished_chunks_are_not_done_again(dataset: Path, store: Path, checked:
 def test_finished_chunks_of_changed_images_are_done_again(
     dataset: Path, store: Path, checked: Checked
 ) -> None:
-    """An index of the old images is removed before its shards."""
-    prepare(dataset, store)
+    """The old store remains until then, and remembers its options."""
+    prepare(dataset, store, conversion=Conversion(classes=("ball", "star")))
     image = dataset / "train2017/000000000001.jpg"
-    image.write_bytes(image.read_bytes() + b"?")
-    interrupt(dataset, store, checked)
-    assert not is_prepared(dataset, store)
-    image.write_bytes(image.read_bytes() + b"?")
+    old = image.read_bytes()
+    for _ in range(2):
+        image.write_bytes(image.read_bytes() + b"?")
+        interrupt(dataset, store, checked)
+        split = open_split(dataset, store, "train")
+        assert (len(split.classes), split.read(0)) == (2, old)
     prepare(dataset, store, PrepareConfig(jobs=1))
+    assert len(checked) < 24 + 9 - 2, "what is finished is not done again"
     assert open_split(dataset, store, "train").read(0) == image.read_bytes()
+    assert len({path.name.split("-")[2] for path in store.glob("images-train-*")}) == 1
 
 
 def test_force_takes_nothing_over(dataset: Path, store: Path, checked: Checked) -> None:
