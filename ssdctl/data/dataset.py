@@ -35,7 +35,7 @@ from ssdctl.data.annotations import (
     split_of,
     with_classes,
 )
-from ssdctl.data.divide import divided
+from ssdctl.data.divide import divided, division_key, num_released
 from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
 from ssdctl.data.formats import Format, built_in, coco, load
 from ssdctl.data.image_files import (
@@ -165,8 +165,8 @@ def read_and_convert(
     *,
     store: Path | None,
     is_remembered: bool,
-) -> tuple[dict[str, Annotations], Conversion]:
-    """Read the splits of a dataset; return also the conversion that was applied.
+) -> tuple[dict[str, Annotations], Conversion, str | None]:
+    """Read the splits of a dataset; return also the conversion, and the key of --split's division.
 
     Args:
         module: The format if known.
@@ -174,6 +174,7 @@ def read_and_convert(
         is_remembered: The conversion is the last one, so its --split does not apply to a dataset
             that has validation images by now.
     """
+    division = None
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
     splits = _with_images(root, read)
@@ -191,8 +192,17 @@ def read_and_convert(
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
-        known = last_division(root, store, conversion)[1] if store else {}
+        last, known = _last_division(root, store, conversion) if store else (None, {})
         train, val = divided(whole, conversion.split, conversion.group, below, known)
+        now = dict.fromkeys(paths_below(below, train.file_names), True)
+        now |= dict.fromkeys(paths_below(below, val.file_names), False)
+        division = division_key(last, now, known)
+        if count := num_released(now, known):
+            note = (
+                "images that --split held out before and that are trained on now, or may be under "
+                f"other names: {count:,}"
+            )
+            train = train._replace(notes=[*train.notes, note])
         splits = {**splits, "train": train, "val": val}
     if "val" not in splits and "test" in splits and len(splits["test"].boxes):
         test = splits.pop("test")
@@ -201,10 +211,10 @@ def read_and_convert(
             "--split 0.9 holds out training images instead"
         )
         splits["val"] = test._replace(notes=[*test.notes, note])
-    return {s: splits[s] for s in SPLITS if s in splits}, conversion
+    return {s: splits[s] for s in SPLITS if s in splits}, conversion, division
 
 
-def last_division(
+def _last_division(
     root: Path, store: Path, conversion: Conversion
 ) -> tuple[str | None, dict[str, bool]]:
     """Return the key of the division of a store by this --split, and the images to train on.
@@ -216,10 +226,14 @@ def last_division(
     now = conversion.split, conversion.group
     if made is None or (made.conversion.split, made.conversion.group) != now:
         return None, {}
-    for split in ("train", "val"):
-        folder = index.require_metadata(index.index_path(store, split)).images
-        names = index.read_images(store, split).names
-        known |= dict.fromkeys(paths_below(folder, names), split == "train")
+    try:
+        for split in ("train", "val"):
+            folder = index.require_metadata(index.index_path(store, split)).images
+            names = index.read_images(store, split).names
+            known |= dict.fromkeys(paths_below(folder, names), split == "train")
+    except DataError as error:
+        log.warning("%s; the last division by --split is lost, so images are divided again", error)
+        return None, {}
     return made.division, known
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -19,6 +19,8 @@ from ssdctl.runtime.safe_text import counted
 
 # Names that differ only in a counter, or are augmented copies of one image by Roboflow.
 SERIES = (r"(.*)\.rf\.[0-9a-f]+\.\w+$", r"(.*?)[-_ .]*\d+\.\w+$")
+ROBOFLOW = re.compile(r"\.rf\.\w+(?=\.\w+$)")  # another one in every export
+MAX_PARTS = 3  # of a path that are compared if the image is not where it was
 MIN_SERIES = 3  # fewer cannot be divided well
 NOTHING_KNOWN: Mapping[str, bool] = MappingProxyType({})
 MIN_SHARE = 0.5  # of the images; fewer are taken for chance
@@ -33,10 +35,10 @@ def divided(
 ) -> tuple[Annotations, Annotations]:
     """Divide a split: `share` of the images to train on, the others to validate.
 
-    Images that were divided before stay where they are. Of the others, only the path below the
-    dataset folder decides: the same files are divided the same way everywhere. Paths with the same
-    match of the regular expression `group` (or of its first group) stay together, and the share is
-    approximate.
+    Images that were divided before stay where they are, see `sides_of`. Of the others, only the
+    path below the dataset folder decides: the same files are divided the same way everywhere. Paths
+    with the same match of the regular expression `group` (or of its first group) stay together, and
+    the share is approximate.
 
     Args:
         folder: The folder of the file names, relative to the dataset folder.
@@ -55,9 +57,10 @@ def divided(
             hint="give an expression that matches another part of the names",
         )
     sides: dict[str, bool] = {}
+    before, _ = sides_of(names, known)
     for name, path in zip(groups, names, strict=True):
-        if path in known:
-            sides[name] = sides.get(name, True) and known[path]
+        if path in before:
+            sides[name] = sides.get(name, True) and before[path]
     new = _shuffled(name for name in counts if name not in sides)
     chosen = {name for name, is_train in sides.items() if is_train}
     fewest, most = int(not chosen), len(new) - (len(chosen) == len(sides))
@@ -68,6 +71,54 @@ def divided(
     chosen.update(new[: fewest + int(off.argmin())])
     is_train = np.array([name in chosen for name in groups])
     return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
+
+
+def sides_of(
+    paths: Collection[str], known: Mapping[str, bool]
+) -> tuple[dict[str, bool], Collection[str]]:
+    """Return whether images were trained on before, and the known images that are gone.
+
+    An image whose path is new has the side of the known images that are not where they were and
+    whose paths end in the same folders and file name, if they are all on one side. The hash in
+    Roboflow's file names is ignored.
+    """
+    sides = {path: known[path] for path in paths if path in known}
+    gone: set[str] = known.keys() - sides.keys()
+    for num_parts in range(MAX_PARTS, 0, -1) if gone else ():
+        before: dict[str, set[bool]] = {}
+        for path in gone:
+            before.setdefault(_end(path, num_parts), set()).add(known[path])
+        ends = {path: _end(path, num_parts) for path in paths if path not in sides}
+        found = {path: end for path, end in ends.items() if len(before.get(end, ())) == 1}
+        sides |= {path: min(before[end]) for path, end in found.items()}
+        used = {*found.values()}
+        gone = {path for path in gone if _end(path, num_parts) not in used}
+    return sides, gone
+
+
+def _end(path: str, num_parts: int) -> str:
+    return ROBOFLOW.sub("", "/".join(path.split("/")[-num_parts:]))
+
+
+def num_released(now: Mapping[str, bool], known: Mapping[str, bool]) -> int:
+    """Return how many images were held out and are trained on now, or may be, by another name.
+
+    Args:
+        now: Whether an image, by its path, is one to train on.
+    """
+    sides, gone = sides_of(now, known)
+    trained = Counter(sides.get(path) for path, is_train in now.items() if is_train)
+    return trained[False] + min(sum(not known[path] for path in gone), trained[None])
+
+
+def division_key(last: str | None, now: Mapping[str, bool], known: Mapping[str, bool]) -> str:
+    """Return the key of a division: the last one's if no image moved."""
+    sides, _ = sides_of(now, known)
+    is_same = all(sides.get(path, is_train) == is_train for path, is_train in now.items())
+    if last and is_same and not num_released(now, known):
+        return last
+    held = sorted(path for path, is_train in now.items() if not is_train)
+    return hashlib.sha256(os.fsencode("\0".join(held))).hexdigest()[:12]
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:

@@ -33,7 +33,6 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     Finding,
-    paths_below,
     relative_folder,
     root_folder,
 )
@@ -49,7 +48,6 @@ from ssdctl.data.check import (
 from ssdctl.data.dataset import (
     Resolved,
     find,
-    last_division,
     read_and_convert,
     require_same_classes,
     resolve_images,
@@ -194,7 +192,7 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     name, module = find(root, conversion.source)
     base, files = root_folder(root), label_files(root, name, folder)
     versions, contents = versions_of(base, files), contents_of(base, files)
-    splits, conversion = read_and_convert(
+    splits, conversion, division = read_and_convert(
         root, conversion, module, store=folder, is_remembered=is_remembered
     )
     require_same_classes(root, splits)
@@ -209,26 +207,7 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     unlisted = unlisted_images(listed, folder)
     sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
     note_unlisted(root, resolved, unlisted)
-    division = _division(root, folder, conversion, resolved)
     return _Dataset(name, conversion, resolved, sources, division)
-
-
-def _division(
-    root: Path, folder: Path, conversion: Conversion, splits: Mapping[str, Resolved]
-) -> str | None:
-    """Return the key of the division by --split: the last one's if it moved no image."""
-    if conversion.split is None:
-        return None
-    last, known = last_division(root, folder, conversion)
-    now = dict[str, bool]()
-    for split in ("train", "val"):
-        images, _ = splits[split]
-        paths = paths_below(relative_folder(images.folder, root), images.file_names)
-        now |= dict.fromkeys(paths, split == "train")
-    if last and all(known.get(path, is_train) == is_train for path, is_train in now.items()):
-        return last
-    held = sorted(path for path, is_train in now.items() if not is_train)
-    return hashlib.sha256(os.fsencode("\0".join(held))).hexdigest()[:12]
 
 
 def _write(store: _Store, dataset: _Dataset) -> Outcome:

@@ -14,6 +14,7 @@ from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, LabeledImage, from_images
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import divided, series_warning
+from ssdctl.data.index import read_images, read_made
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, UsageError
@@ -117,6 +118,36 @@ def test_any_division(names: list[str], share: float) -> None:
         assert part.file_names
         assert [part.file_names[row] for row in part.rows] == part.file_names
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
+
+
+def test_renamed_images_stay_where_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, store = tmp_path / "data", tmp_path / "store"
+
+    def divide(name: str) -> tuple[list[str], str | None, int]:
+        """Return the numbers of the images to validate, the key, and how many notes there are."""
+        shutil.rmtree(root, ignore_errors=True)
+        names = [name.replace("*", f"{n:02}") for n in range(20)]
+        labels = {f"labels/{n}.txt": "0 .5 .5 .5 .5\n" for n in names}
+        exports.tree(
+            root, {"classes.txt": "x", **labels, **{f"images/{n}.jpg": None for n in names}}
+        )
+        outcome = prepare(root, store, INDEX_ONLY, Conversion(split=0.7), force=True)
+        held = sorted(n.partition("x")[2][:2] for n in read_images(store, "val").names)
+        made = read_made(store)
+        assert made is not None
+        return held, made.division, sum("held out" in n for n in outcome.splits[0].notes)
+
+    first = divide("a/x*")
+    for name in ("b/x*", "x*", "c/x*.rf.01", "x*.rf.a2"):
+        assert divide(name) == first
+    _, division, num_notes = divide("y/x-*")
+    assert (division != first[1], num_notes) == (True, 1)
+    index = store / "index-val.arrow"
+    index.write_bytes(index.read_bytes().replace(b"file_name", b"file_nam\xe4"))
+    divide("y/x-*")
+    assert "division by --split is lost" in caplog.text
 
 
 FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(10)]
