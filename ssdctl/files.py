@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -166,6 +166,28 @@ def refuse_replacing(source: Path, target: Path, option: str) -> None:
                 f"{option}: the result for {source} would replace the file itself",
                 hint="choose another folder",
             )
+
+
+def require_own_file(path: Path, option: str, beginning: str) -> None:
+    """Refuse to replace a folder, or a file that is not an earlier result of the option.
+
+    Args:
+        beginning: Regular expression of the first characters of a result.
+    """
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder", hint="name a file")
+    if path.is_file():
+        with read_errors(path), open_regular(path) as file:
+            head = file.read(4096)
+        if head and not re.match(beginning.encode(), head, re.IGNORECASE):
+            refuse_other_file(path, option)
+
+
+def refuse_other_file(path: Path, option: str) -> NoReturn:
+    raise UsageError(
+        f"{option} {path}: exists, and is not an earlier result of {option}",
+        hint="name another file",
+    )
 
 
 def make_dir(path: Path) -> Path:

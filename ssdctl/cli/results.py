@@ -13,6 +13,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
+from ssdctl.files import require_own_file
 from ssdctl.runs.folder import RUNS, RunDir, dataset_name, make_report_dir, running_on
 from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import tune_process
@@ -102,6 +103,8 @@ def report(
     from ssdctl.reporting.page import write_report
     from ssdctl.runs.run import open_runs
 
+    if out is not None:
+        require_own_file(Path(out), "--out", r"\s*<!doctype html")
     named = runs or [name_newest_run(call.console, has_checkpoint=False)]
     contents = open_runs([Path(run) for run in named])
     target = Path(out) if out else RunDir(Path(named[0])).report
@@ -205,11 +208,10 @@ def evaluate(
         return
     if fail_if_worse:
         raise UsageError("--fail-if-worse without --against", hint="add --against B")
-    from ssdctl.evaluation.evaluate import require_no_folder
-
     if report is not None:
         make_report_dir(Path(report))  # before the detection, which may take hours
-    require_no_folder("--suspects", Path(suspects) if suspects else None)
+    if suspects is not None:
+        require_own_file(Path(suspects), "--suspects", "rank,")
     found: list[DetectedSplit] = []
     written = Path(detections) if detections else None
     evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)

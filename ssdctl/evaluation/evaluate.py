@@ -46,7 +46,7 @@ from ssdctl.evaluation.choices import (
 )
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections, read_ground_truth
 from ssdctl.evaluation.resample import Draws
-from ssdctl.files import write_bytes
+from ssdctl.files import require_own_file, write_bytes
 from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ssdctl.inference.detector import DetectorBackend
 
 log = logging.getLogger(__name__)
+RESULTS = r'\s*\[\s*(\]|\{[^{}]*"image_id")'  # the beginning of COCO's results format
 NETWORK_SETTINGS = (
     *("data.tile", "data.tile_overlap", "evaluate.precision", "evaluate.nms_iou"),
     *("evaluate.batch_size", "evaluate.device", "evaluate.workers"),
@@ -104,7 +105,7 @@ def evaluate_files(
     from ssdctl.distributed.collectives import broadcast, from_first
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
-        require_no_folder("--detections", detections_file)
+        _require_target(detections_file)
         if isinstance(files[0], Path):  # a training that goes on saves and deletes checkpoints
             files = from_first(lambda: files, ranks)
         for file in files:
@@ -124,10 +125,10 @@ def evaluate_files(
             yield scored
 
 
-def require_no_folder(option: str, file: Path | None) -> None:
-    """Refuse a folder before the detection, which may take hours."""
-    if file is not None and file.is_dir():
-        raise UsageError(f"{option} {file}: is a folder", hint="name a file")
+def _require_target(detections_file: Path | None) -> None:
+    """Refuse a target before the detection, which may take hours."""
+    if detections_file is not None:
+        require_own_file(detections_file, "--detections", RESULTS)
 
 
 def evaluate_folds(
@@ -152,7 +153,7 @@ def evaluate_folds(
             hint="name the file, or the K runs of --fold 1/K to K/K",
         )
     with _joined_ranks(config) as (device, ranks):
-        require_no_folder("--detections", detections_file)
+        _require_target(detections_file)
         read = from_first(lambda: [read_model(file) for file in files], ranks)
         _check_folds(read, config)
         how: dict[str, Any] = {"progress": progress, "ranks": ranks}

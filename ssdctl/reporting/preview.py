@@ -8,6 +8,7 @@ first epochs, with the crops, flips and colors of the run's own random numbers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.drawing import draw, label_font
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import atomic_write
+from ssdctl.files import atomic_write, refuse_other_file
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.normalize import Normalize
@@ -32,6 +33,7 @@ from ssdctl.input.sampler import SampleStream
 ROWS = 4
 EPOCHS = 3
 GAP = 12  # pixels between the tiles
+WIDTH = GAP + (1 + EPOCHS) * (IMAGE_SIZE + GAP)  # of the drawing, in pixels
 LINE = 20  # height of a line of text
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
@@ -41,6 +43,14 @@ Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
 def check_target(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"--preview {path}: give a name that ends in {', '.join(FORMATS)}")
+    if path.is_file() and path.stat().st_size and not _is_preview(path):
+        refuse_other_file(path, "--preview")  # an image of the dataset, for example
+
+
+def _is_preview(path: Path) -> bool:
+    with contextlib.suppress(Exception), Image.open(path) as image:
+        return image.width == WIDTH
+    return False
 
 
 def preview(split: Split, config: Config, path: Path) -> int:
@@ -59,7 +69,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
         tiles[row].append(tile)
 
     step = IMAGE_SIZE + GAP
-    size = (GAP + (1 + EPOCHS) * step, LINE + GAP + count * (step + LINE))
+    size = (WIDTH, LINE + GAP + count * (step + LINE))
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
     font = label_font(14)

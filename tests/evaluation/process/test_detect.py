@@ -153,6 +153,11 @@ def test_evaluation_matches_by_name(
         row["category_id"] = new[row["category_id"]]
     assert rows[0] == rows[1]
 
+    labels = next(root.glob("annotations/*.json"))
+    for option in ("--detections", "--suspects"):
+        result = cli("evaluate", checkpoint, "--data", root, option, labels)
+        assert (result.code, "earlier result" in result.err) == (2, True), result.err
+    assert cli("report", "--out", labels).code == 2
     for path in root.glob("annotations/*.json"):
         path.write_text(path.read_text().replace('"star"', '"comet"'))
     refused = cli("evaluate", checkpoint, "--data", root, *options)
