@@ -27,7 +27,7 @@ from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.image_files import changed_images, require_image_folder
-from ssdctl.data.prepare import has_packed_images, prepare, require_packed
+from ssdctl.data.prepare import config_of, has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
@@ -44,7 +44,8 @@ MAX_CHECKED = 200_000  # images of a split that are compared with their fingerpr
 def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outcome:
     """Check the dataset of a config and write its store.
 
-    Of --from, --split, --group, --classes and --image-dir, those not given are of the last time.
+    Of --from, --split, --group, --classes, --image-dir and --verify-images, those not given are of
+    the last time.
 
     Raises:
         UsageError: Options that exclude each other, or do not apply.
@@ -70,6 +71,13 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     if kept := Conversion(**remembered):
         log.info("using the options of the last time: %s; other ones replace them", kept)
+    stored = config_of(folder)
+    if stored and stored.verify_images and not config.is_chosen("prepare.verify_images"):
+        log.info("decoding every image completely, as the last time: --no-verify-images ends it")
+        chosen = options if config.is_chosen("prepare.keep_damaged") else stored
+        options = msgspec.structs.replace(
+            options, verify_images=True, keep_damaged=chosen.keep_damaged
+        )
     return prepare(
         root,
         folder,

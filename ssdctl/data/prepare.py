@@ -145,7 +145,7 @@ def prepare(
     _make_store_dir(folder)  # not earlier: nothing may be wrong
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if keep_images:
-            config = _config_of(folder) or config
+            config = config_of(folder) or config
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         try:
@@ -302,7 +302,7 @@ def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool
     return all((folder / shard.file).is_file() for shard in metadata.shards)
 
 
-def _config_of(folder: Path) -> PrepareConfig | None:
+def config_of(folder: Path) -> PrepareConfig | None:
     """Return the options with which a store has its images; None if there is no complete store."""
     made = index.read_made(folder)
     first = None if made is None else index.read_metadata(folder, made.splits[0])
@@ -325,7 +325,7 @@ def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> 
     """Refuse other images than a store's packed ones, if it has any, as with `keep_images`."""
     if not has_packed_images(folder):
         return
-    config = _config_of(folder) or PACKED
+    config = config_of(folder) or PACKED
     store = _Store(root, folder, config, force=False, keep_images=True, progress=without_progress)
     if _replaces_images(
         folder, {s: _known_images(store, s, *found) for s, found in splits.items()}
