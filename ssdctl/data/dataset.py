@@ -471,7 +471,8 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
         if name := _format_not_read(file):
             return f"{file} is of the format {name}, which is not read: {NOT_READ[name][1]}"
     stems = {file.stem for file in files if is_image(file)}
-    for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
+    texts = [file for file in files if file.suffix.lower() == ".txt" and file.stem in stems]
+    for file in texts[:MAX_READ]:
         if yolo.has_boxes(folder / file):
             return (
                 f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "

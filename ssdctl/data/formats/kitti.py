@@ -36,7 +36,7 @@ def recognize(path: Path) -> Path | None:
 
 def _folders(root: Path) -> list[Path]:
     found = (p for pattern in (LABELS, f"*/{LABELS}", f"*/*/{LABELS}") for p in root.glob(pattern))
-    return sorted(p for p in found if next(p.rglob("*.txt"), None) is not None)
+    return sorted(p for p in found if next(p.rglob("*.[tT][xX][tT]"), None) is not None)
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
@@ -59,7 +59,7 @@ def _read_folder(
 ) -> list[LabeledImage]:
     root, labels = finder.root, folder.relative_to(finder.root).as_posix()
     texts = (PurePosixPath(name) for name in files_below(folder))
-    files = sorted(f for f in texts if f.suffix == ".txt" and not f.name.startswith("._"))
+    files = sorted(f for f in texts if f.suffix.lower() == ".txt" and not f.name.startswith("._"))
     wanted = [
         Wanted(file.with_suffix("").as_posix(), labels, split, is_label_file=True) for file in files
     ]

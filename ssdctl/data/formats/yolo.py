@@ -87,7 +87,7 @@ def recognize(path: Path) -> Path | None:
     origin, content = _read_yaml(path) or _read_darknet(path) or (path, None)
     if not content or origin.suffix.lower() in YAML:
         return origin if content else None
-    texts = (path / name for name in files_below(path) if name.endswith(".txt"))
+    texts = (path / name for name in files_below(path) if name.lower().endswith(".txt"))
     return origin if any(map(has_boxes, itertools.islice(texts, MAX_TRIED))) else None
 
 
@@ -112,7 +112,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         files |= {f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named)}
         elsewhere = {PurePosixPath(file).stem for file in finder.files if file not in files}
         finder = ImageFinder(root, FOLDERS, image_dir, files=files)
-    texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
+    texts = [PurePosixPath(name) for name in everything if name.lower().endswith(".txt")]
     texts = [text for text in texts if not _is_list(root, text)]
     own = [text for text in texts if finder.with_stem(text.stem)]
     labels, used = _label_files(finder, sorted(own), notes)
@@ -191,9 +191,9 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
 def _names_file(root: Path, below: list[Path]) -> Path | None:
     """Return the usual file of class names, or one of those in the folders of splits."""
     for name in (*NAME_FILES, *NAMES_BELOW):
-        if (root / name).is_file():
+        if (root / name).is_file() and not has_boxes(root / name):
             return root / name
-    named = [path for path in below if path.name == NAME_FILES[0]]
+    named = [path for path in below if path.name == NAME_FILES[0] and not has_boxes(path)]
     files = [path for path in named if split_of(path.parent.relative_to(root).as_posix())]
     for path in files:
         if _read_lines(path) != _read_lines(files[0]):
@@ -227,10 +227,13 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
 def _require_same_names(
     root: Path, labels: Collection[PurePosixPath], origin: Path, names: list[str]
 ) -> None:
-    """Refuse label files in a folder whose own file has other class names, or in another order."""
+    """Refuse label files in a folder whose own file has other class names, or in another order.
+
+    A classes.txt may be the label file of a classes.jpg.
+    """
     folders = {folder for text in labels for folder in (text.parent, *text.parent.parents)}
     for folder in sorted(folders.difference([PurePosixPath()])):
-        files = [root / folder / name for name in NAME_FILES]
+        files = [root / folder / name for name in NAME_FILES if folder / name not in labels]
         found = [(file, _read_lines(file)) for file in files if file.is_file()]
         if described := _read_yaml(root / folder):
             found.append((described[0], _class_names(*described)))

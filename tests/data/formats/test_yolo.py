@@ -151,6 +151,18 @@ def test_names_of_a_folder_must_be_those_of_the_dataset(
         read(tmp_path)
 
 
+@pytest.mark.parametrize("names", ["data.yaml", "my.names"])
+def test_label_files_may_be_called_classes_and_have_any_suffix(tmp_path: Path, names: str) -> None:
+    images = dict.fromkeys(("images/a.jpg", "images/classes.jpg"))
+    labels = {"labels/a.TXT": BOX, "labels/classes.txt": BOX}
+    tree(tmp_path, {**images, **labels, names: "names: [cat]" if "yaml" in names else "cat\n"})
+    assert find(tmp_path)[0] == "yolo"
+    found = boxes_of(read(tmp_path))
+    assert {image: [box[0] for box in boxes] for image, boxes in found.items()} == {
+        image: ["cat"] for image in images
+    }
+
+
 def test_a_data_file_of_darknet_is_a_dataset(tmp_path: Path) -> None:
     exports.darknet(tmp_path)
     splits = read(tmp_path / "obj.data")
