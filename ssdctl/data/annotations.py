@@ -15,7 +15,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -113,6 +113,7 @@ class Annotations(NamedTuple):
     notes: Sequence[str] = ()  # how the files were read, for the user
     image_folders: Sequence[Path] = ()  # in or below `folder`, where the format has its images
     upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
+    unsized: Collection[str] = ()  # file names of images whose size is the file's, not given
 
     @property
     def object_image_ids(self) -> NDArray[np.int64]:

@@ -369,7 +369,8 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     if num_sized := int(sizes[unsized].all(axis=1).sum()):
         notes.append(f"images without width and height, taken from the files: {num_sized:,}")
     sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
-    return annotations._replace(sizes=sizes, notes=notes), num_bytes
+    of_files = frozenset(names[row] for row in unsized)
+    return annotations._replace(sizes=sizes, notes=notes, unsized=of_files), num_bytes
 
 
 def datasets_in(folder: Path) -> list[Path]:

@@ -65,6 +65,7 @@ END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"
 DAMAGED = "damaged, decoded partly"
 EXIF = "EXIF orientation"  # in every note on an image that has one
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
+NO_SIZE = "its size is not annotated"
 HEAD_BYTES = 64 * 1024  # contains nearly every header
 JPEG_QUALITY = 92  # for images that are made smaller
 CHUNK_BYTES = 512 * 1024 * 1024  # image bytes
@@ -91,11 +92,15 @@ class CheckedImage(NamedTuple):
 
 
 def check_image(
-    path: str | Path, size: tuple[int, int], config: PrepareConfig, upright: bool = False
+    path: str | Path,
+    size: tuple[int, int],
+    config: PrepareConfig,
+    upright: bool = False,
+    is_sized: bool = True,
 ) -> CheckedImage:
     """Check an image with its annotated width and height; problems are returned, not raised.
 
-    `upright`: see `decode`.
+    `upright`: see `decode`. `is_sized`: the size is annotated, not the file's.
     It uses few and large reads: between reads, threads wait for each other.
     """
     with read_errors(path), open(path, "rb", buffering=0) as file:  # noqa: PTH123 - millions of them
@@ -113,12 +118,12 @@ def check_image(
             # Usually the first and last bytes show that it can be used.
             with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
                 header = read_header(image)
-                note = _note(header, size, upright)
+                note = _note(header, size, upright, is_sized)
                 if _has_end(header, tail):
                     return CheckedImage(None, None, note, *fingerprint)
             content += file.readall()  # a long header, or a reason to look at the pixels
     try:
-        packed, note = _inspect(content, size, config, upright)
+        packed, note = _inspect(content, size, config, upright, is_sized)
     except Exception as error:  # Pillow raises errors of many types on broken files
         packed = b"" if config.pack else None
         return CheckedImage(packed, str(as_image_error(error)), None, *fingerprint)
@@ -130,13 +135,13 @@ def _has_end(header: Header, content: bytes) -> bool:
 
 
 def _inspect(
-    content: bytes, size: tuple[int, int], config: PrepareConfig, upright: bool
+    content: bytes, size: tuple[int, int], config: PrepareConfig, upright: bool, is_sized: bool
 ) -> tuple[bytes | None, str | None]:
     """Return what is packed of an image, and the note on it."""
     packed = content if config.pack else None
     with open_image(io.BytesIO(content)) as image:
         header = read_header(image)
-        note = _note(header, size, upright)
+        note = _note(header, size, upright, is_sized)
         if config.verify_images and _is_decoded_partly(header, content, size):
             if not config.keep_damaged:
                 raise ImageError(DAMAGED)
@@ -156,7 +161,7 @@ def _inspect(
     return packed, note
 
 
-def _note(header: Header, size: tuple[int, int], upright: bool) -> str | None:
+def _note(header: Header, size: tuple[int, int], upright: bool, is_sized: bool) -> str | None:
     notes = []
     if header.mode == "CMYK":
         notes.append("CMYK, read as RGB")
@@ -164,6 +169,8 @@ def _note(header: Header, size: tuple[int, int], upright: bool) -> str | None:
         notes.append("16 bits per channel, read as 8")
     if header.orientation_for(size, upright) != 1:
         notes.append(f"turned upright by its {EXIF} ({header.orientation})")
+    elif header.orientation != 1 and not is_sized:
+        notes.append(f"{NO_SIZE}, {EXIF} {header.orientation}: read as stored")
     elif header.orientation != 1 and header.stored_size == header.upright_size:
         notes.append(f"{AMBIGUOUS}, {EXIF} {header.orientation}: read as stored")
     elif header.orientation != 1:
@@ -231,12 +238,19 @@ class CheckedImages(NamedTuple):
         return any(EXIF in finding.detail for finding in self.findings)
 
     def warnings(self) -> list[str]:
-        ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)
-        if not ambiguous:
-            return []
+        reasons = {
+            AMBIGUOUS: ("whose annotated size fits stored and upright pixels", "turn the files"),
+            NO_SIZE: (
+                "without annotated size",
+                "give width and height of these, or turn the files",
+            ),
+        }
+        counts = {text: sum(text in f.detail for f in self.findings) for text in reasons}
         return [
-            "images with an EXIF orientation whose annotated size fits stored and upright pixels, "
-            f"read as stored: {ambiguous:,}. If boxes were drawn on upright images, turn the files"
+            f"images with an EXIF orientation {what}, read as stored: {counts[text]:,}. If boxes "
+            f"were drawn on upright images, {remedy}"
+            for text, (what, remedy) in reasons.items()
+            if counts[text]
         ]
 
 
@@ -338,7 +352,10 @@ def _check_in_threads(
         names = images.file_names[first : first + size]
         sizes = images.sizes[first : first + size].tolist()
         return [
-            check_image(f"{folder}/{name}", (width, height), job.config, images.upright)
+            check_image(
+                *(f"{folder}/{name}", (width, height), job.config),
+                *(images.upright, name not in images.unsized),
+            )
             for name, (width, height) in zip(names, sizes, strict=True)
         ]
 

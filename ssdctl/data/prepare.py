@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -60,7 +60,14 @@ from ssdctl.data.duplicates import (
     duplicate_warnings,
     find_duplicates,
 )
-from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
+from ssdctl.data.image_check import (
+    NO_SIZE,
+    CheckedImages,
+    ImageCheck,
+    check_files,
+    check_images,
+    verified,
+)
 from ssdctl.data.image_files import FingerprintColumns, changed_images
 from ssdctl.data.report import (
     Outcome,
@@ -474,14 +481,19 @@ def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) ->
     """Return a hash of everything a chunk depends on; unique if `force`."""
     identity = [
         CHUNKS_FORMAT,
-        hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),
+        _hash(annotations.file_names),
         hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
         config.shrink,
         verified(config),
         time.time_ns() if force else 0,
         config.encoding,
+        *([_hash(sorted(annotations.unsized))] if annotations.unsized else ()),
     ]
     return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+
+
+def _hash(names: Iterable[str]) -> str:
+    return hashlib.sha256(os.fsencode("\0".join(names))).hexdigest()
 
 
 def _known_images(
@@ -517,4 +529,5 @@ def _known_images(
     ]
     checked = CheckedImages(known.is_usable, known.fingerprints, findings, metadata.shards)
     is_same = bool(metadata.upright) == images.upright or not checked.have_orientation
+    is_same &= bool(images.unsized) or not any(NO_SIZE in finding.detail for finding in findings)
     return checked if is_same else None

@@ -505,6 +505,22 @@ def test_exported_pixels_are_the_same_in_every_reader(
         np.testing.assert_array_equal(np.asarray(opened), splits["train"].decode(0))
 
 
+@BOTH
+def test_a_turned_image_without_an_annotated_size_is_named(
+    dataset: Path, store: Path, config: PrepareConfig
+) -> None:
+    image = dataset / "train2017/000000000001.jpg"
+    image.write_bytes(encoded(Image.open(image).convert("RGB"), turn=6))
+    with edited(dataset / TRAIN) as document:
+        size = {side: document["images"][0].pop(side) for side in ("width", "height")}
+    train = prepare(dataset, store, config).splits[0]
+    assert "size is not annotated" in next(f.detail for f in train.findings if "EXIF" in f.detail)
+    assert any("without annotated size, read as stored: 1." in text for text in train.warnings)
+    with edited(dataset / TRAIN) as document:
+        document["images"][0] |= size
+    assert not any("EXIF" in text for text in prepare(dataset, store, config).splits[0].warnings)
+
+
 def test_a_full_disk_is_seen_before_the_first_byte(
     dataset: Path, store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
