@@ -18,7 +18,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
-from ssdctl.config.resolve import parse_assignment
+from ssdctl.config.resolve import DEFAULT_FILE, parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
@@ -56,15 +56,19 @@ def configure_launch(
         call.config.require_not_given(["launch.tpu_version"], "is for --tpus", "leave it out")
     name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
+    may_move = engine.runs_elsewhere or is_written  # the ranks may start in another folder
+    files = exported_settings(call, Kind.FILE) if may_move else {}
+    variables, more = exported_settings(call, Kind.ENVIRONMENT) if may_move else {}, list[str]()
+    if rest and files != variables and not engine.runs_elsewhere:
+        # A variable would take precedence over the dataset of a checkpoint; a file does not.
+        more = [f"--config={Path(call.config_file or DEFAULT_FILE).absolute()}"]
     command = (
-        rest_command(call, rest, device, count)
+        rest_command(call, rest, device, count, more)
         if rest
         else train_command(call, device, has_files=not engine.runs_elsewhere)
     )
-    variables = {}
-    if engine.runs_elsewhere or is_written:  # the ranks may start in another folder
-        reads_file = last_value(command, "--config") is not None
-        variables = exported_settings(call, Kind.ENVIRONMENT if reads_file else Kind.FILE)
+    if last_value(command, "--config") is None:  # else the ranks read it
+        variables = files
     if rest:  # the command may not have --device: set it by variables, which any command accepts
         variables |= {s.environment: device for s in all_settings().values() if s.name == "device"}
     if config.hostfile is not None and issubclass(engine, BatchEngine):
@@ -191,8 +195,10 @@ def _refuse_others(devices: set[str], device: str) -> None:
         )
 
 
-def rest_command(call: Call, rest: list[str], device: str, count: int) -> list[str]:
-    """Return the command after `--`, checked: it must exist and have these options.
+def rest_command(
+    call: Call, rest: list[str], device: str, count: int, more: list[str]
+) -> list[str]:
+    """Return the command after `--` with `more` options, checked: it must exist and have its own.
 
     Several ranks would write the same files if it does not share its work among them.
     """
@@ -227,9 +233,9 @@ def rest_command(call: Call, rest: list[str], device: str, count: int) -> list[s
     if count > 1 and name not in DISTRIBUTED_COMMANDS:
         hint = "launch it with one device"
         raise UsageError(f"{name} does not share its work among ranks", hint=hint)
-    return rest[:1] + (
-        parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
-    )
+    words = parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
+    at = len(name.split()) - 1
+    return [rest[0], *words[:at], *more, *words[at:]]
 
 
 def _given_devices(parameters: dict[str, Any]) -> set[str]:

@@ -168,13 +168,15 @@ def test_a_written_script_contains_the_settings_of_files_and_variables(
     file, outer = "export SSDCTL_DATA__ROOT=", {"RANK": "9", "PET_NNODES": "2"}
     for more, expected in (
         ([], [f"{file}'a b'"]),
-        (["--", "evaluate", "a.pt"], [f"{file}'a b'"]),
+        (["--", "evaluate", "a.pt"], []),  # on the dataset of the checkpoint
         (["--config", "my.toml"], []),  # the ranks read it
         (["--", "evaluate", "--config", "my.toml", "a.pt"], []),
     ):
         assert launch(*written, *more).code == 0
         lines = Path("job.sh").read_text().splitlines()
         assert "export SSDCTL_TRAIN__SEED=3" in lines
+        is_read = any(f"--config={Path.cwd()}/ssdctl.toml" in line for line in lines)
+        assert is_read == ("evaluate" in more)
         assert [line for line in lines if line.startswith(file)] == expected
         # An outer job's variables would make the ranks wait for that job.
         top = lines[: next(n for n, line in enumerate(lines) if line.startswith("export "))]
