@@ -32,7 +32,7 @@ import itertools
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -54,6 +54,7 @@ from ssdctl.files import is_plain_name
 
 STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
+FEW = 8  # files of one stem, which are all looked at
 EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 
@@ -151,8 +152,14 @@ class ImageFinder:
         Raises:
             DataError: An image fits several files; the message begins with `labels`.
         """
-        named = ((entry, self._name(entry.name)) for entry in wanted)
-        rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
+        named = [(entry, self._name(entry.name)) for entry in wanted]
+        exact = [self._exact_options(entry, name) for entry, name in named]
+        # Where all label files of a folder have exact paths, other files do not count.
+        others = {entry.place for entry, options in zip(wanted, exact, strict=True) if not options}
+        rows = [
+            _Row(entry, name, self._options(entry, name) if entry.place in others else options)
+            for (entry, name), options in zip(named, exact, strict=True)
+        ]
         rows = self._without_outranked(_with_counts(rows))
         ambiguous: list[str] = []
         found = self._exact(rows, ambiguous)
@@ -291,6 +298,28 @@ class ImageFinder:
         near = [f for f in files if len(names) > 1 and self.files[f][-2:-1] == names[-2:-1]]
         return self._fitting(entry, names, near) or self._fitting(entry, names, files)
 
+    def _exact_options(self, entry: Wanted, name: str) -> list[_Option]:
+        """Return the files to which the path of a label file is an exact one."""
+        *folders, stem = names = name.split("/")
+        files = self.by_stem.get(stem, []) if entry.is_label_file else []
+        if len(files) > FEW:
+            labels, below = _folders(nfc(entry.labels)), self._unusual(folders)
+            starts: list[list[str]] = [self._own(labels), self._unusual(labels), []]
+            keys = dict.fromkeys((stem, *start, *below) for start in starts)
+            found = (item for key in keys for item in self._by_folders.get(key, ()))
+            files = [file for _, file in sorted(found)]
+        return [option for option in self._fitting(entry, names, files) if option.is_exact]
+
+    @cached_property
+    def _by_folders(self) -> dict[tuple[str, ...], list[tuple[int, str]]]:
+        """Numbered files by stem and by folders without usual ones, if many have the stem."""
+        files = dict[tuple[str, ...], list[tuple[int, str]]]()
+        for stem, several in self.by_stem.items():
+            for item in enumerate(several) if len(several) > FEW else ():
+                key = stem, *self._unusual(self.files[item[1]][:-1])
+                files.setdefault(key, []).append(item)
+        return files
+
     def _fitting(self, entry: Wanted, names: list[str], files: list[str]) -> list[_Option]:
         options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
@@ -304,7 +333,7 @@ class ImageFinder:
         split = split_of("/".join(before[len(self.image_dir) :]))
         if entry.split and split not in (None, entry.split):
             return None
-        own = [name for name in before if name.lower() not in self.standard]
+        own = self._unusual(before)
         is_theirs = own == self._own(labels) or before == labels
         foreign = own if entry.is_label_file else [name for name in own if not split_of(name)]
         is_usual = not foreign and (before != [] or not entry.is_label_file)
@@ -329,6 +358,9 @@ class ImageFinder:
             is_beside=entry.is_label_file and is_beside,
             evidence=evidence,
         )
+
+    def _unusual(self, folders: Sequence[str]) -> list[str]:
+        return [name for name in folders if name.lower() not in self.standard]
 
     def _own(self, folders: Sequence[str]) -> list[str]:
         """Return the names of a path without those of usual folders of images and labels."""

@@ -2,8 +2,9 @@
 
 import json
 import shlex
+import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from conftest import Cli
@@ -12,6 +13,7 @@ from data.formats.test_voc import thing, xml
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset, resolve_images
+from ssdctl.data.find_images import ImageFinder
 from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
@@ -258,6 +260,16 @@ def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
     train = annotations_with_images(data, data / "prepared")["train"]
     assert train.folder / train.file_names[0] == data / "pics/a.jpg"
     assert not (data / "prepared").exists()
+
+
+def test_frames_of_many_videos_are_found_fast() -> None:
+    names = [f"clip{clip}/{{}}/{frame}" for clip in range(400) for frame in range(10)]
+    files = [f"{name.format('img')}.jpg" for name in names]
+    finder = ImageFinder(Path(), files=files)
+    labels = [PurePosixPath(f"{name.format('labels')}.txt") for name in names]
+    start = time.process_time()
+    assert [f and f.file for f in finder.find(finder.of_label_files(labels), Path())] == files
+    assert time.process_time() - start < 3
 
 
 CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
