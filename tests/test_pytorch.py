@@ -73,10 +73,8 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         assert target["iscrowd"].tolist() == [a["iscrowd"] for a in listed]
         assert target["area"].tolist() == pytest.approx([a["area"] for a in listed])
 
-    ids = torch.arange(100, 106)
-
     def without_first(image: Any, target: Any) -> Any:  # as SanitizeBoundingBoxes does
-        labels = copy.deepcopy(ids[target["labels"]])
+        labels = copy.deepcopy(target["labels"] + 100)
         kept = labels.cumsum(0) > labels[0]
         return image, {**target, "boxes": target["boxes"][kept], "labels": labels[kept]}
 
@@ -87,7 +85,7 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
     for (_, plain), (_, flipped), (_, rest) in zip(*items, strict=True):
         assert flipped["iscrowd"].tolist() == plain["iscrowd"].tolist()
         assert rest["iscrowd"].tolist() == plain["iscrowd"][1:].tolist()
-        assert rest["labels"].tolist() == ids[plain["labels"]][1:].tolist()
+        assert rest["labels"].tolist() == (plain["labels"][1:] + 100).tolist()
         assert type(rest["labels"]) is torch.Tensor
 
 
