@@ -16,7 +16,7 @@ STORE_NAME = "prepared"
 
 
 def usual_store(root: Path) -> Path:
-    """Return the folder of the store in a dataset folder, or beside a file such as data.yaml."""
+    """Return the folder of the store in a dataset folder, or next to a file such as data.yaml."""
     return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
 
 

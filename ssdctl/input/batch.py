@@ -50,7 +50,7 @@ def trim_padding(batch: Batch) -> Batch:
 
 
 def num_background(images: int, share: float) -> int:
-    """Return the number of samples without objects beside `images` others; 1 for a tiny share."""
+    """Return the number of samples without objects for `images` others; 1 for a tiny share."""
     return max(round(images * share / (1 - share)), int(share > 0))
 
 
