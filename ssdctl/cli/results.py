@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SIZES = ("APs", "APm", "APl")
 INTERVALS = "In brackets: 95% intervals, from 1,000 draws of the images."
-MIN_NAME = 12  # columns, in which a long name is folded
 RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
@@ -125,7 +124,7 @@ def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
     for column in runs.columns:
         if column.header in ("run", "data"):
-            column.overflow, column.min_width = "fold", MIN_NAME
+            column.overflow = "fold"
         else:
             column.no_wrap = True
     states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]
