@@ -80,6 +80,7 @@ class Command:
             )
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks > 1 else {}
         self._logs = [log.with_suffix(f".{rank}") for rank in range(ranks)]
+        self._own_logs = folder / "logs"  # of the ranks, once their run has one
         self._processes = []
         for rank, fault in enumerate(faults):
             if ranks > 1:
@@ -106,8 +107,14 @@ class Command:
         text = "".join(p.read_text(errors="replace") for p in self._logs if p.exists())
         code = -9 if -9 in codes else codes[0]
         assert code is not None, f"hangs: {self.line}: {text}"
-        assert set(codes) <= {code, 8 if code == -9 else code}, f"{codes}: {self.line}: {text}"
+        is_alike = set(codes) <= {code, 8 if code == -9 else code}
+        assert is_alike, f"{codes}: {self.line}: {text}{self._others()}"
         return code, text
+
+    def _others(self) -> str:
+        """Return what the ranks after the first wrote into the run folder."""
+        logs = sorted(self._own_logs.glob("rank-[1-9]*.log"))
+        return "".join(path.read_text(errors="replace")[-2000:] for path in logs)
 
 
 class _Hook:
