@@ -28,6 +28,7 @@ from ssdctl.files import (
 )
 from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
+from ssdctl.runs.metrics import renumber_metrics
 
 
 class CheckpointFolder:
@@ -122,14 +123,18 @@ class CheckpointFolder:
         return go_back(self._run, step, file, is_best_later=is_best_later)
 
     def renumber(
-        self, checkpoint: Path, step: int, global_batch: int, file: Path | None
+        self, checkpoint: Checkpoint, step: int, global_batch: int, file: Path | None
     ) -> list[Path]:
         """Write a checkpoint again as the one of `step`, as another global batch counts.
 
         Those of later steps are set aside and returned; the best remains the best. `file` is as in
         `go_back`.
         """
-        renumbered = replace(load_resumable(checkpoint), step=step, global_batch=global_batch)
+        if self._run.metrics.exists():
+            position = checkpoint.samples_seen, checkpoint.epoch
+            retry_transient(partial(renumber_metrics, self._run.metrics, global_batch, *position))
+        saved = load_resumable(checkpoint.path)
+        renumbered = replace(saved, step=step, global_batch=global_batch)
         target = self._run.step_checkpoint(step)
         if target.exists():
             retry_transient(partial(link_or_copy, target, retired(target)))

@@ -133,7 +133,7 @@ def _show_plan(call: Call) -> None:
     device = _device(call.config.train.device)
     plan, step = _plan(call, device, size)
     size = _as_evaluated(size, plan)
-    _warn_of_plan(call, plan, root, size)
+    _warn_of_plan(call, plan, root, size, step)
     workers = plan.config.train.workers or usable_cores(find_ranks().world_size)
     if call.console.as_json:
         recipe = plan.rule or f"preset {plan.config.train.preset}"
@@ -211,7 +211,7 @@ def _as_evaluated(size: DatasetSize, plan: Plan) -> DatasetSize:
     return size._replace(validation=0 if train.fake_data else trained_on, warnings=())
 
 
-def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
+def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize, step: int) -> None:
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.training import description
@@ -219,7 +219,7 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         folders = dataset_folders(call.config.data)
         call.console.warning(warning_without_validation(*folders))
-    for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
+    for warning in (*size.warnings, *description.warnings_of_unreached(plan, step)):
         call.console.warning(warning)
 
 

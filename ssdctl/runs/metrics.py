@@ -78,6 +78,7 @@ EVENTS: dict[str, type[Event]] = {
     "finished": Ended,
     "class_ap": ClassAP,
 }
+RENUMBERED = "renumbered"  # the steps of the records before it: the global batch changed
 E = TypeVar("E", bound=Event)
 
 
@@ -134,6 +135,39 @@ def cut_metrics(path: Path, step: int) -> list[Record]:
     if content != path.read_bytes():  # also if the last line has no end
         write_bytes(path, content)
     return kept
+
+
+def renumber_metrics(path: Path, global_batch: int, samples: int, epoch: float) -> None:
+    """Count the steps of earlier records in batches of another size, each step once.
+
+    An event says how they are counted, so that a file is not renumbered twice.
+
+    Args:
+        samples: Those of the checkpoint that the run continues from, at an epoch. Records after it
+            are dropped: those steps are trained again.
+    """
+    records, end = read_metrics(path)[0], samples // global_batch
+    batches = [r["global_batch_size"] for r in records if r.get("event") in (RENUMBERED, "started")]
+    if not batches or batches[-1] == global_batch:
+        return
+    kept = dict[tuple[object, int], Record]()
+    dropped = -1  # the step, as it was, of a worse evaluation than another one of the same step
+    for number, record in enumerate(records):
+        step, kind = record["step"], record.get("event", record["kind"])
+        before = step * batches[-1]
+        if before > samples:
+            continue
+        new = before // global_batch
+        if before < samples and new == end:
+            new = max(end - 1, 0)  # not of the checkpoint
+        key = (kind if kind in (*REQUIRED, "class_ap") else number, new)
+        if kind == "eval" and key in kept and kept[key]["AP"] > record["AP"]:
+            dropped = step
+        elif kind != "class_ap" or step != dropped:
+            kept[key] = record | {"step": new}
+    event = {"kind": "event", "step": end, "epoch": round(epoch, 4), "event": RENUMBERED}
+    lines = [*kept.values(), event | {"global_batch_size": global_batch}]
+    write_bytes(path, b"".join(map(_line, lines)))
 
 
 def open_run(run: RunDir, start_step: int) -> MetricsFile:

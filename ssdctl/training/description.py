@@ -116,8 +116,10 @@ def _missed(plan: Plan) -> str | None:
     return f"{what} at step {' and '.join(missed)}" if missed else None
 
 
-def warnings_of_unreached(plan: Plan) -> list[str]:
+def warnings_of_unreached(plan: Plan, step: int) -> list[str]:
     """Return warnings about what the run does not reach: --steps, --profile, decays, evaluations.
+
+    It continues from `step`.
 
     The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
     """
@@ -139,6 +141,8 @@ def warnings_of_unreached(plan: Plan) -> list[str]:
         warnings.append(
             f"--profile {config.profile}: the run ends at step {total:,}, before {last:,}"
         )
+    elif config.profile is not None and step >= last:
+        warnings.append(f"--profile {config.profile}: the run continues from step {step:,}")
     if missed and not is_cut:
         warnings.append(f"the run ends at step {total:,}, before {missed}")
     return warnings + _warnings_of_evaluations(plan)

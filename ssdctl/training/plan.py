@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from operator import attrgetter
@@ -26,7 +27,7 @@ from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.plugins import AUGMENTATION_LISTS
-from ssdctl.training.small_data import adapt_to_data
+from ssdctl.training.small_data import adapt_to_data, short_warmup
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import Checkpoint
@@ -322,7 +323,7 @@ def _adapted(plan: Plan, background: float) -> Plan:
     is_named = plan.config.is_chosen("train.preset")
     length = plan.recipe_steps if is_named else plan.total_steps
     if plan.warmup_steps > length and not plan.config.is_chosen("train.warmup"):
-        plan = plan.with_value("train.warmup", f"{max(length // 10, 1)}st", SHORT_RUN)
+        plan = plan.with_value("train.warmup", f"{short_warmup(length, 10)}st", SHORT_RUN)
     return plan
 
 
@@ -351,32 +352,33 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
             f"--background {config.background:g}: no training image is without objects",
             hint="list such images, with an empty label file each, or leave --background out",
         )
-    _refuse_idle(plan)
+    for idle in idle_settings(plan):
+        plan.config.require_not_given(*idle)
     _check_warmup_steps(plan)
     _check_batch_norm(plan)
 
 
-def _refuse_idle(plan: Plan) -> None:
-    """Refuse options of the call that would change nothing in this run."""
-    config, refuse = plan.config.train, plan.config.require_not_given
+def idle_settings(plan: Plan) -> Iterator[tuple[Sequence[str], str, str]]:
+    """Yield settings that change nothing in this run, why, and what to do with the option."""
+    config = plan.config.train
     if config.fake_data:
         reason = "does nothing with --fake-data, which reads and evaluates no image"
-        refuse([*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT)
+        yield [*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT
     if config.overfit is not None:
-        refuse(AUGMENTATION, "does nothing: --overfit trains on plain images", LEAVE_IT_OUT)
+        yield AUGMENTATION, "does nothing: --overfit trains on plain images", LEAVE_IT_OUT
     names = augmentation_names(config.augment)
     if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
-        refuse(["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT)
+        yield ["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT
     if not (plan.background or config.fake_data):
         reason = "does nothing: the run has no images without objects"
-        refuse(["train.background_negatives"], reason, "leave it out, or add --background FRACTION")
+        yield ["train.background_negatives"], reason, "leave it out, or add --background FRACTION"
     if config.init is not None and plan.config.model.weights != "none":
-        refuse(["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT)
+        yield ["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT
     if config.execution == "eager":
-        refuse(["train.overlap_gradients"], "does nothing with --execution eager", LEAVE_IT_OUT)
+        yield ["train.overlap_gradients"], "does nothing with --execution eager", LEAVE_IT_OUT
     if not {*config.tracker} - {"tensorboard"}:
         reason = "does nothing without a tracker that keeps files"
-        refuse(["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow")
+        yield ["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow"
 
 
 def _check_warmup_steps(plan: Plan) -> None:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from ssdctl.checkpoint.file import load_resumable, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
-from ssdctl.config.render import values
+from ssdctl.config.render import snapshot
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
+from ssdctl.training.plan import idle_settings
 from ssdctl.training.small_data import DECAY, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from ssdctl.training.plan import Plan
 
 log = logging.getLogger(__name__)
+NETWORK = {"model.backbone", "model.extra_norm", "train.init"}  # --resume-changed cannot help
+# Settings that choose the images.
+CHOOSING = {f"train.{name}" for name in ("limit_train", "overfit", "background", "fake_data")}
+CHOOSING |= {"train.fold", "train.group", "data.tile"}
 
 
 def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -> Checkpoint | None:
@@ -133,7 +138,7 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
 
 def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     """Compare the settings that affect results with the checkpoint's; warn if they may differ."""
-    changed, now = _changed_settings(plan, checkpoint), values(plan.config)
+    changed, now = _changed_settings(plan, checkpoint), snapshot(plan.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -141,7 +146,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         texts.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
     if not texts:
         return
-    is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
+    is_other_network = not NETWORK.isdisjoint(changed)
     if plan.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
@@ -156,8 +161,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")
-    limits = {"train.limit_train", "train.overfit"}
-    is_force_needed = (is_other_batch and rest) or (is_other_data and limits.isdisjoint(changed))
+    is_force_needed = (is_other_batch and rest) or (is_other_data and CHOOSING.isdisjoint(changed))
     hints = []
     if is_other_network or not is_force_needed:
         force = ["--resume-changed"] if is_force_needed else []
@@ -172,14 +176,22 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values that the checkpoint was trained with, of the settings that differ."""
-    now = values(plan.config)
+    now, idle = snapshot(plan.config), {p for paths, *_ in idle_settings(plan) for p in paths}
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
-        if setting.is_compared:
+        if setting.is_compared and path not in idle:
             saved = before.get(path)
             if _plain(saved) != _plain(now[path]):
                 changed[path] = saved
+    # The weights of --init are not read again, but another file's are not those of this run.
+    init, first = now["train.init"], before.get("train.init")
+    if init is not None and _normal(init) != _normal(first):
+        changed["train.init"] = first
     return changed
+
+
+def _normal(source: object) -> str:
+    return posixpath.normpath(str(source))
 
 
 def _plain(value: object) -> object:
@@ -215,7 +227,7 @@ class Saver(CheckpointFolder):
         if checkpoint is None or not is_own or is_same_step:
             later = self.go_back(step, file)
         else:
-            later = self.renumber(checkpoint.path, step, self._global_batch, file)
+            later = self.renumber(checkpoint, step, self._global_batch, file)
         for path in later:
             log.warning("%s: set aside, the run continues from step %d", path.name, step)
 

@@ -169,9 +169,9 @@ def observers_of(plan: Plan) -> list[Observer]:
     return observers
 
 
-def warn_about(plan: Plan, splits: Splits) -> None:
-    """Warn about what the run does not reach, and about validation images."""
-    for warning in warnings_of_unreached(plan):
+def warn_about(plan: Plan, splits: Splits, step: int) -> None:
+    """Warn about what the run does not reach from a step, and about validation images."""
+    for warning in warnings_of_unreached(plan, step):
         log.warning("%s", warning)
     if splits.val is None and not plan.config.train.fake_data:
         folders = dataset_folders(plan.config.data)

@@ -107,6 +107,11 @@ def _values(
     return values
 
 
+def short_warmup(steps: int, divisor: int) -> int:
+    """Return a share of a run's steps, at least one: its rate is 0. A single step has none."""
+    return min(max(steps // divisor, 1), steps - 1)
+
+
 def _schedule(
     most_steps: int | None,
     epochs: float,
@@ -120,7 +125,7 @@ def _schedule(
     if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
         end = math.ceil(1e4 * run_steps * global_batch / epoch_images) / 1e4
     if is_open("warmup"):
-        values["warmup"] = f"{max(run_steps // 20, 1)}st"
+        values["warmup"] = f"{short_warmup(run_steps, 20)}st"
     if is_open(*DECAY):
         values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
     if is_open("eval_every"):

@@ -52,8 +52,8 @@ class ThroughputMeter:
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
         self._started = self._lap_began = self._marked = time.monotonic()
-        self.images = self._lap_images = 0
-        self._spent_s = self._waited_s = 0.0  # over the finished laps
+        self.images = self._lap_images = self._timed_images = 0
+        self._spent_s = self._waited_s = 0.0  # over the finished laps, as the timed images
         self._lap_waited_s = 0.0
         self._laps = self._slow_laps = 0
         self._was_input_bound = False
@@ -92,6 +92,7 @@ class ThroughputMeter:
         rate, data_wait = self._lap_images / spent, self._lap_waited_s / spent
         self._spent_s += spent
         self._waited_s += self._lap_waited_s
+        self._timed_images += self._lap_images
         self._laps += 1
         is_slow = self._laps > WARM_UP_LAPS and data_wait > INPUT_BOUND_WAIT
         self._slow_laps = self._slow_laps + 1 if is_slow else 0
@@ -107,11 +108,16 @@ class ThroughputMeter:
 
     @property
     def images_per_second(self) -> float:
-        return self.images / self._spent_s if self._spent_s else 0.0
+        """The rate of the finished laps; before the first one ends, of the steps so far."""
+        if self._spent_s:
+            return self._timed_images / self._spent_s
+        return self._lap_images / max(self._marked - self._lap_began, 1e-9)
 
     @property
     def data_wait(self) -> float:
-        return self._waited_s / self._spent_s if self._spent_s else 0.0
+        if self._spent_s:
+            return self._waited_s / self._spent_s
+        return self._lap_waited_s / max(self._marked - self._lap_began, 1e-9)
 
     @property
     def total_s(self) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import time
@@ -40,6 +41,7 @@ from ssdctl.distributed import collectives, find_ranks
 from ssdctl.distributed.process_group import failing_together, process_group
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
+from ssdctl.runs.metrics import RENUMBERED
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import without_progress
@@ -205,7 +207,7 @@ class Trainer:
             self._open_state(checkpoint)
             resources.callback(self._abort)
             self._start_observers(setup.observers_of(self.plan))
-        setup.warn_about(self.plan, self.splits)
+        setup.warn_about(self.plan, self.splits, self.step)
 
     def _open_state(self, checkpoint: Checkpoint | None) -> None:
         config, plan, ranks = self.plan.config.train, self.plan, self.ranks
@@ -295,7 +297,8 @@ class Trainer:
         requests = self._exchange_requests(wait=True)
         self._handle(requests)
         if self.step > 0 and self.evaluator.is_due(self.step):
-            self._evaluate()  # the run was stopped before this evaluation
+            with self.meter.paused():
+                self._evaluate()  # the run was stopped before this evaluation
         while self.step < self.plan.total_steps and not requests.end:
             batches = self._next_batches()
             requests = self._exchange_requests()
@@ -470,9 +473,11 @@ class Trainer:
 
     def _update_links(self) -> None:
         """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
-        best = best_evaluation(self._past())
+        past = self._past()
+        best = best_evaluation(past)
+        since = itertools.takewhile(lambda r: r.get("event") != RENUMBERED, reversed(past))
         # The best AP of a checkpoint whose record was lost is not of a known step.
-        if best and best["AP"] == self.evaluator.early_stopping.ap:
+        if best in since and best["AP"] == self.evaluator.early_stopping.ap:
             self.saver.best_step = best["step"]
         if self.ranks.is_main:
             self.saver.update()

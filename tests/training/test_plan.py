@@ -214,12 +214,12 @@ def test_an_explicit_rate_keeps_the_optimizer_of_the_preset(choice: dict[str, ob
 def test_other_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images: int) -> None:
     plan, full = plan_of(train_settings(steps=steps), images), plan_of(train_settings(), images)
     assert plan.total_steps == plan.decay_steps[-1] == steps
-    assert plan.warmup_steps == max(steps // 20, 1)
+    assert plan.warmup_steps == min(max(steps // 20, 1), steps - 1)
     assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
 
 
 def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> None:
-    for steps, warmup in ((50, "5st"), (5, "1st")):
+    for steps, warmup in ((50, "5st"), (5, "1st"), (1, "0st")):
         config = plan_of(train_settings(steps=steps)).config
         assert config.train.warmup == warmup
         assert config.sources["train.warmup"].kind is Kind.RULE

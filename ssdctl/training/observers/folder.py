@@ -34,6 +34,7 @@ class FolderWriter(Observer):
         self._folder = RunDir(plan.out)
         self._metrics = open_run(self._folder, start_step)
         self._is_described = False  # config.toml is of this start
+        self._unwritten: Record = {}  # the first record of a resumed run, which may have ended
 
     @property
     def past(self) -> Sequence[Record]:
@@ -46,17 +47,20 @@ class FolderWriter(Observer):
             self._describe()
         images = _images_of(start.train)
         self._warn_of_other_images(images)
-        self._event(
-            "started",
-            start.step,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            train_images=self._plan.images,
-            val_images=start.val_images,
-            total_steps=self._plan.total_steps,
-            global_batch_size=self._plan.global_batch_size,
-            world_size=start.world_size,
+        facts = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "train_images": self._plan.images,
+            "val_images": start.val_images,
+            "total_steps": self._plan.total_steps,
+            "global_batch_size": self._plan.global_batch_size,
+            "world_size": start.world_size,
             **images,
-        )
+        }
+        record = self._record("event", start.step, event="started", **facts)
+        if start.step == 0:
+            self._metrics.write(record)
+        else:
+            self._unwritten = record
 
     def _warn_of_other_images(self, images: Record) -> None:
         before = next((r for r in reversed(self.past) if r.get("event") == "started"), {})
@@ -141,8 +145,14 @@ class FolderWriter(Observer):
         self._write("event", step, event=name, **facts)
 
     def _write(self, kind: str, step: int, **values: Any) -> None:
+        if self._unwritten:
+            self._metrics.write(self._unwritten)
+            self._unwritten = {}
+        self._metrics.write(self._record(kind, step, **values))
+
+    def _record(self, kind: str, step: int, **values: Any) -> Record:
         epoch = round(self._plan.epoch(step), 4)
-        self._metrics.write({"kind": kind, "step": step, "epoch": epoch, **values})
+        return {"kind": kind, "step": step, "epoch": epoch, **values}
 
 
 def _images_of(train: Split) -> Record:

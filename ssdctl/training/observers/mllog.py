@@ -52,6 +52,8 @@ class MLLog(Observer):
         self._stop("eval", epoch_num=epoch)
 
     def on_end(self, end: End) -> None:
+        if end.outcome == "finished" and not end.has_progressed:
+            return  # the run had ended before
         self._end_epoch()
         self._end_block()
         status = "success" if end.is_success else "aborted"

@@ -231,11 +231,13 @@ class Life(RuleBasedStateMachine):
         self.own = [*["--accumulate", 2] * is_larger, "--resume-changed"]
         self.has_gaps |= not is_larger or self.first > 1
         self.is_exact, self.may_lack_best = False, True
-        words = self.training(to, chosen)
+        words, best = self.training(to, chosen), self.best() if load(steps(self.run)[-1]) else None
         result = self.start(words, fault).wait()
         if fault is not None and result[0] != 0:
             result = self.start(words).wait()
         assert result[0] == 0, result
+        after = self.best()
+        assert best is None or (after and (after[0] > best[0] or after == best)), "a worse best.pt"
         after = self.newest_intact()
         self.newest = after if after > to else 0  # it counted otherwise
         self.check(to, chosen, *result, None)
@@ -340,6 +342,12 @@ class Life(RuleBasedStateMachine):
         folder = self.run / "checkpoints"
         has_links = any((folder / name).exists() for name in ("best.pt", "last.pt"))
         return has_links and all(map(load, folder.glob("*.pt")))
+
+    def best(self) -> tuple[float, str] | None:
+        """Return the highest AP of the records, and a digest of best.pt; None without them."""
+        path, scores = self.run / "checkpoints/best.pt", records(self.run, "eval")
+        content = load(path) if path.exists() and scores else None
+        return content and (max(r["AP"] for r in scores), digest(content, 1))
 
     def newest_intact(self) -> int:
         return next((step_of(p) for p in reversed(steps(self.run)) if load(p)), 0)

@@ -189,14 +189,37 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
 
 
-def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, train: Train) -> None:
-    """Of the run before, records after the step that has as many images are dropped."""
+@pytest.mark.parametrize("best", [3, 6])
+def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(
+    run: Path, train: Train, best: int
+) -> None:
+    """The steps of the run before are counted anew; the checkpoint of step 6 becomes step 3."""
     options = ["--eval-every", "3st", "--keep", 9]
     train(*options, "--steps", 6)
-    newest = run / "checkpoints/step-00000006.pt"
-    for path in (newest, run / "checkpoints/best.pt"):
-        torch.save({**torch.load(path, weights_only=True), "best_ap": 0.9}, path)
-    train(*options, "--accumulate", 2, "--steps", 4, "--resume-changed")
-    assert steps(run, "eval")[-1] == 4
-    assert last(run).best_ap == 0.9
-    assert load_checkpoint(run / "checkpoints/best.pt").best_ap == 0.9
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    found = [r | {"AP": 0.9} if (r["kind"], r["step"]) == ("eval", best) else r for r in found]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    (run / "checkpoints/best.pt").unlink()
+    shutil.copy(run / f"checkpoints/step-{best:08d}.pt", run / "checkpoints/best.pt")
+    weights = load_checkpoint(run / "checkpoints/best.pt").model
+    for total in (4, 5):
+        train(*options, "--accumulate", 2, "--steps", total, "--resume-changed")
+        assert steps(run)[-1] == total
+        assert steps(run) == sorted(set(steps(run)))
+        assert steps(run, "eval") == [1, 3, *range(4, total + 1)]
+        assert last(run).best_ap == 0.9
+        now = load_checkpoint(run / "checkpoints/best.pt").model
+        assert all(torch.equal(weights[name], now[name]) for name in weights)
+
+
+def test_a_run_does_not_continue_from_the_first_weights_of_another(
+    run: Path, train: Train, tmp_path: Path
+) -> None:
+    one, other = (shutil.copy(run / "checkpoints/last.pt", tmp_path / n) for n in ("a.pt", "b.pt"))
+    tuned = tmp_path / "tuned"
+    train("--steps", 2, "--init", one, out=tuned)
+    for force in ([], ["--resume-changed"]):
+        assert f"--init {one}" in train("--steps", 4, "--init", other, *force, out=tuned, code=2)
+    train("--steps", 4, "--init", one, out=tuned)
+    assert steps(tuned) == [1, 2, 3, 4]

@@ -20,6 +20,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations.ssd import color
+from ssdctl.runs.run import Run
 from ssdctl.training.throughput import StepProfiler
 
 if TYPE_CHECKING:
@@ -72,13 +73,23 @@ def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
 
 
 def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
+    """The same command again has nothing to train, and leaves the records as they are."""
+    run, log = tmp_path / "run", tmp_path / "log.txt"
     ends = {"--profile": "1,61", "--eval-at": "1,99", "--patience": 59, "--target-ap": 1e-6}
     options = [word for option in ends.items() for word in option]
-    words = train("--steps", 60, "--eval-every", "1st", *options)
+    options += ["--steps", 60, "--eval-every", "1st", "--log-every", 0, "--mllog", log]
+    words = train(*options)
     assert all(text in words for text in ("before 61", "--eval-at 99:", "--patience 59 cannot"))
     assert "--target-ap" in words
-    assert last(tmp_path / "run").step < 60
-    assert f"profile of steps 1 to {last(tmp_path / 'run').step}" in words
+    assert last(run).step < 60
+    assert f"profile of steps 1 to {last(run).step}" in words
+    assert records(run, "event")[-1]["images_per_second"] > 0
+    before = log.read_text(), (run / "metrics.jsonl").read_text(), Run(run).duration_s
+    for more in ([], ["--steps", 1], ["--steps", 1, "--dry-run"]):
+        words = train(*options, "--profile", "1,1", *more)
+        assert "--profile 1,1: the run continues from step" in words
+    assert (log.read_text(), (run / "metrics.jsonl").read_text(), Run(run).duration_s) == before
+    assert before[2]
 
 
 def test_overfitting_scores_the_images_that_it_trains_on(
