@@ -155,9 +155,9 @@ def renumber_metrics(path: Path, global_batch: int, samples: int, epoch: float) 
     for number, record in enumerate(records):
         step, kind = record["step"], record.get("event", record["kind"])
         before = step * batches[-1]
-        if before > samples:
-            continue
         new = before // global_batch
+        if before > samples or (new == 0 and kind in ("train", "epoch")):
+            continue
         if before < samples and new == end:
             new = max(end - 1, 0)  # not of the checkpoint
         key = (kind if kind in (*REQUIRED, "class_ap") else number, new)
