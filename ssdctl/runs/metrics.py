@@ -158,8 +158,8 @@ def renumber_metrics(path: Path, global_batch: int, samples: int, epoch: float) 
         new = before // global_batch
         if before > samples or (new == 0 and kind in ("train", "epoch")):
             continue
-        if before < samples and new == end:
-            new = max(end - 1, 0)  # not of the checkpoint
+        if kind in ("eval", "class_ap") and before < samples and new == end:
+            new = max(end - 1, 0)  # it is not the checkpoint's
         key = (kind if kind in (*REQUIRED, "class_ap") else number, new)
         if kind == "eval" and key in kept and kept[key]["AP"] > record["AP"]:
             dropped = step
