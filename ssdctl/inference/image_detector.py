@@ -213,3 +213,15 @@ def open_image(image: OneImage, canceled: threading.Event | None = None) -> Imag
     if isinstance(image, str):
         image = source_of(image).open(canceled)
     return Image.fromarray(read_rgb(image))
+
+
+def unshared(image: OneImage) -> OneImage:
+    """Return an image that stays as it is when its owner reuses the pixels, buffer or file."""
+    if isinstance(image, np.ndarray):
+        return image.copy()
+    if isinstance(image, torch.Tensor):
+        return image.clone()
+    if isinstance(image, bytearray | memoryview):
+        return bytes(image)
+    is_read_in_place = isinstance(image, Image.Image) or hasattr(image, "read")
+    return open_image(image) if is_read_in_place else image

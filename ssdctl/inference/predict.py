@@ -33,6 +33,7 @@ from ssdctl.inference.image_detector import (
     PreparedImage,
     detect_ahead,
     open_image,
+    unshared,
 )
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.sources import is_video, source_of
@@ -113,8 +114,9 @@ class Predictor:
         Threads open the images of the next batches; results of earlier ones are not kept.
 
         Args:
-            images: Images as `predict` takes them; the iterable may be endless. Or the path of a
-                video, or a camera, such as `/dev/video0`: its frames.
+            images: Images as `predict` takes them; the iterable may be endless, and may yield the
+                same array, buffer or file with new content. Or the path of a video, or a camera,
+                such as `/dev/video0`: its frames.
             batch_size: Images that go through the network together.
 
         Raises:
@@ -136,6 +138,8 @@ class Predictor:
                 )
             if batch_size < 1:
                 raise UsageError(f"batch_size {batch_size}: expected 1 or more")
+            if items is images and not isinstance(images, list | tuple):
+                items = map(unshared, images)
             stream = detect_ahead(
                 self._detector, items, self._prepare, batch_size=batch_size, threads=usable_cores()
             )

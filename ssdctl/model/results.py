@@ -63,7 +63,7 @@ class Result:
         scores: (N,) float64, 0 to 1, in descending order.
         labels: (N,) int64: the network's labels, 1 and up.
         size: Width and height of the upright image in pixels.
-        image: The input of the predictor.
+        image: The input of the predictor, not a copy unless an iterator yielded it.
     """
 
     def __init__(

@@ -140,6 +140,28 @@ def test_a_stream_of_images(predictor: Predictor, image_files: list[Path]) -> No
             next(predictor.predict_iter(single))  # type: ignore[arg-type]
 
 
+def test_a_stream_may_reuse_its_memory(predictor: Predictor, image_files: list[Path]) -> None:
+    images = [Image.open(path).convert("RGB").resize((90, 60)) for path in image_files[:4]]
+    drawing, array, file = Image.new("RGB", (90, 60)), np.empty((60, 90, 3), np.uint8), io.BytesIO()
+    encoded = bytearray(drawing.tobytes())
+
+    def stream(reused: Any) -> Iterator[Any]:
+        for image in images:
+            drawing.paste(image)
+            array[:] = image
+            file.seek(0)
+            image.save(file, "BMP")
+            file.seek(0)
+            encoded[:] = file.getvalue()
+            yield reused
+
+    expected = list(predictor.predict_iter(images, batch_size=2))
+    for reused in (drawing, array, torch.from_numpy(array), file, encoded):
+        results = list(predictor.predict_iter(stream(reused), batch_size=2))
+        assert results == expected
+        assert np.array_equal(results[0].plot(), expected[0].plot())
+
+
 @pytest.mark.slow  # importing it takes seconds
 def test_results_for_supervision(predictor: Predictor, image_file: Path) -> None:
     pytest.importorskip("supervision")
