@@ -150,10 +150,17 @@ def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.
     assert model.loss([image], [found], background_negatives=30) > 0
 
 
-def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
+def test_a_loader_collates_items_also_in_another_process(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = pickle.loads(pickle.dumps(Labeled(shapes, 1)))
     assert {*torch.cat([target["labels"] for _, target in dataset]).tolist()} == {1}
-    dataset = pickle.loads(pickle.dumps(ssdctl.Dataset(shapes, "val")))
+    monkeypatch.chdir(shapes)
+    original = ssdctl.Dataset(".", "val", store="prepared")
+    original.class_names = ["renamed"]
+    monkeypatch.chdir(tmp_path)
+    dataset = pickle.loads(pickle.dumps(original))
+    assert dataset.class_names == original.class_names
     images, targets = next(iter(DataLoader(dataset, batch_size=3, collate_fn=dataset.collate)))
     assert [len(images), len(targets)] == [3, 3]
     assert torch.equal(images[2], dataset[2][0])

@@ -17,7 +17,7 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.data.store_folder import dataset_folders, require_dataset, with_absolute_data
 from ssdctl.errors import DataError, UsageError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
@@ -101,16 +101,17 @@ class Dataset(torch.utils.data.Dataset[Item]):
         if augment is None:
             raise UsageError("augment: None", hint='write augment="none"')
         before = set(vars(self))
-        self._arguments = os.fspath(data), split
-        self._options: dict[str, Any] = {
-            "augment": augment,
-            "background": background,
-            "store": store and os.fspath(store),
-            "transforms": transforms,
-        }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given)
         require_dataset(config.data)
+        located = with_absolute_data(config).data  # a copy may be opened in another folder
+        self._arguments = located.root, split
+        self._options: dict[str, Any] = {
+            "augment": augment,
+            "background": background,
+            "store": located.store,
+            "transforms": transforms,
+        }
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:
             raise UsageError(
@@ -124,8 +125,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         self._areas, self._is_crowd = read_areas(self._split.index_file)
         self._crowds = self._split._replace(labels=1 + self._is_crowd)  # 2 is a crowd
         self._augment, self._transforms = augment, transforms
-        self.class_names = [c.name for c in self._split.classes]
         self._opened = vars(self).keys() - before  # a subclass may have more attributes
+        self.class_names = [c.name for c in self._split.classes]
 
     @property
     def classes(self) -> list[ClassName]:
