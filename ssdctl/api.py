@@ -361,7 +361,8 @@ def export(
         What `ssdctl export --json` prints: the file, and what was compared or measured.
 
     Raises:
-        ssdctl.errors.UsageError: The options do not fit the format, or a package is missing.
+        ssdctl.errors.UsageError: The options do not fit the format, a package is missing, or `out`
+            is a file that is not an earlier export.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
@@ -387,7 +388,7 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
         out: The file to write; None is report.html in the folder of the first run.
 
     Raises:
-        ssdctl.errors.UsageError: None is named, or one is not a run folder.
+        ssdctl.errors.UsageError: None is named, one is not a run folder, or `out` is another file.
         ssdctl.errors.DataError: A file of a run is broken.
         ssdctl.errors.DiskError: The page cannot be written.
     """

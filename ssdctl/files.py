@@ -39,6 +39,7 @@ else:
 
 log = logging.getLogger(__name__)
 _DESCRIBING = threading.Lock()
+ZIP = "PK"  # how the files of torch begin
 TEMPORARY_SUFFIX = ".tmp"
 MAX_IN_TEMPORARY = 220  # bytes of its name; file systems take 255
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)

@@ -102,8 +102,6 @@ def report(
     from ssdctl.reporting.page import write_report
     from ssdctl.runs.run import open_runs
 
-    if out is not None:
-        require_own_file(Path(out), "--out", r"\s*<!doctype html")
     named = runs or [name_newest_run(call.console, has_checkpoint=False)]
     contents = open_runs([Path(run) for run in named])
     target = Path(out) if out else RunDir(Path(named[0])).report

@@ -14,7 +14,13 @@ from ssdctl.config import Config
 from ssdctl.config.settings import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError, import_package
-from ssdctl.files import atomic_write, remove_stale_temporaries, write_bytes
+from ssdctl.files import (
+    ZIP,
+    atomic_write,
+    remove_stale_temporaries,
+    require_own_file,
+    write_bytes,
+)
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,6 +35,8 @@ GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
 # The suffixes that ssdctl and other programs expect.
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "safetensors": ".safetensors"}
+# How the files begin; those of the other formats are ZIP files of torch.
+BEGINNINGS = {"onnx": r"\x08", "openvino": r"<\?xml", "safetensors": r"(?s).{8}\{"}
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
 NMS = ("onnx", "efficientnms", "none")
 ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats: all; default first
@@ -66,7 +74,7 @@ def export_checkpoint(
     outputs = _check(request)
     _check_settings(request, outputs, config)
     _check_suffix(request)
-    source = _find_source(checkpoint, request.out, config)
+    source = _find_source(checkpoint, request.format, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.choices import choose_data
     from ssdctl.exporting import graphs, int8
@@ -97,7 +105,7 @@ def export_checkpoint(
     )
 
 
-def _find_source(checkpoint: Named, out: Path, config: Config) -> Path | nn.Module:
+def _find_source(checkpoint: Named, kind: str, out: Path, config: Config) -> Path | nn.Module:
     from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
@@ -106,6 +114,7 @@ def _find_source(checkpoint: Named, out: Path, config: Config) -> Path | nn.Modu
             raise UsageError(f"{file}: is the checkpoint itself", hint="give another file")
     if out.suffix == ".xml" and out.with_suffix(".bin").exists() and not out.exists():
         raise UsageError(f"{out.with_suffix('.bin')} exists", hint="give --out another name")
+    require_own_file(out, "--out", BEGINNINGS.get(kind, ZIP))
     return source
 
 

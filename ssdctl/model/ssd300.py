@@ -43,7 +43,7 @@ from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.files import msgspec_type
+from ssdctl.files import ZIP, msgspec_type, require_own_file
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -220,8 +220,8 @@ class SSD300(nn.Module):
             class_names: Names of the labels 1 and up; None writes the network's own.
 
         Raises:
-            ssdctl.errors.UsageError: There is not one name for each class, or the suffix is one of
-                another format.
+            ssdctl.errors.UsageError: There is not one name for each class, the suffix is one of
+                another format, or the file exists and is not a checkpoint.
             ssdctl.errors.DiskError: The file cannot be written.
         """
         file, classes = Path(path), self.classes
@@ -233,8 +233,9 @@ class SSD300(nn.Module):
                 "classes and the background",
                 hint="write model.save(path, class_names=[...]), in the order of the labels",
             )
-        if file.suffix in OTHER_SUFFIXES or file.is_dir():
+        if file.suffix in OTHER_SUFFIXES:
             raise UsageError(f"{file}: not a name for a checkpoint", hint="such as model.pt")
+        require_own_file(file, "model.save", ZIP)
         weights = weights_in_memory(self)
         compare_shapes(shapes_of_network(self.architecture), shapes_of(weights.model), file)
         save_checkpoint(file, dataclasses.replace(weights, classes=classes))

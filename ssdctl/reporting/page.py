@@ -28,7 +28,7 @@ from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import COCO_METRICS
-from ssdctl.files import remove_stale_temporaries, safe_join, write_text
+from ssdctl.files import remove_stale_temporaries, require_own_file, safe_join, write_text
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
 from ssdctl.runs.evaluation import (
@@ -40,7 +40,7 @@ from ssdctl.runs.evaluation import (
     interval_text,
     write_evaluation,
 )
-from ssdctl.runs.folder import RunDir, make_report_dir
+from ssdctl.runs.folder import PAGE, RunDir, make_report_dir
 from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
@@ -58,6 +58,8 @@ SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 
 def write_report(runs: Sequence[Run], target: Path) -> None:
+    """Write the page. UsageError if `target` is another file."""
+    require_own_file(target, "--out", PAGE)
     remove_stale_temporaries(target.parent, target.name)
     limit, folder = max(MAX_IMAGES // len(runs), MIN_IMAGES), target.absolute().parent
     analyses = [_analysis(run, limit, folder) for run in runs]

@@ -33,6 +33,7 @@ from ssdctl.files import (
     msgspec_type,
     read_limited,
     reason_of,
+    require_own_file,
     try_lock,
     write_bytes,
 )
@@ -40,6 +41,7 @@ from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.safe_text import quoted, redact_arguments
 from ssdctl.runtime.system import is_process_running
 
+PAGE, EVALUATION = r"\s*<!doctype html", r'\s*\{\s*"about"'  # how the files of a report begin
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
@@ -163,7 +165,8 @@ def make_report_dir(path: Path) -> RunDir:
     """Make the folder of an evaluation's report.
 
     Raises:
-        UsageError: It is a run, which keeps the evaluation of its training.
+        UsageError: It is a run, which keeps the evaluation of its training, or has other files of
+            these names.
     """
     folder = RunDir(path)
     if folder.metrics.exists():
@@ -171,6 +174,8 @@ def make_report_dir(path: Path) -> RunDir:
             f"--report {path}: a run keeps the evaluation of its training",
             hint=f"another folder, or the run's own report: ssdctl report {quoted(path)}",
         )
+    require_own_file(folder.report, "--report", PAGE)
+    require_own_file(folder.evaluation, "--report", EVALUATION)
     make_dir(path)
     return folder
 

@@ -264,6 +264,7 @@ class Run:
             out: The file; None is report.html in the run folder.
 
         Raises:
+            ssdctl.errors.UsageError: `out` exists, and is not a report.
             ssdctl.errors.DiskError: It cannot be written.
         """
         # The public function of the package: the layer of reports is above this one.

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from conftest import Cli, run_cli
 from PIL import Image
 from reporting.test_damaged_runs import evaluated, report, script_data
 
+import ssdctl
+from ssdctl.errors import UsageError
 from ssdctl.evaluation.analysis import best_threshold
 from ssdctl.runs.run import Run
 
@@ -133,6 +136,30 @@ def test_what_is_no_run_is_refused(tiny_run: Path, cli: Cli) -> None:
     for path, subject in named.items():
         result = cli("report", path)
         assert (result.code, subject in result.err) == (2, True), result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("a.html", lambda run, _: ssdctl.report(run, out="a.html")),
+        ("a.html", lambda run, _: ssdctl.Run(run).report("a.html")),
+        ("out/report.html", lambda run, data: ssdctl.evaluate(run, data, report="out")),
+        ("out/evaluation.json", lambda run, data: ssdctl.evaluate(run, data, report="out")),
+        ("a.onnx", lambda run, _: ssdctl.export(run, "a.onnx")),
+        ("a.xml", lambda run, _: ssdctl.export(run, "a.xml", format="openvino")),
+        ("a.txt", lambda run, _: ssdctl.export(run, "a.txt", format="safetensors")),
+        ("a.pt", lambda run, _: ssdctl.export(run, "a.pt", format="mlperf")),
+        ("a.pt", lambda run, _: ssdctl.SSD300.from_checkpoint(run).save("a.pt")),
+    ],
+)
+def test_files_that_are_not_earlier_results_are_kept(
+    tiny_run: Path, shapes: Path, name: str, call: Callable[[Path, Path], object]
+) -> None:
+    Path("out").mkdir()
+    Path(name).write_text("mine, not of ssdctl")
+    with pytest.raises(UsageError, match=name):
+        call(tiny_run, shapes)
+    assert Path(name).read_text() == "mine, not of ssdctl"
 
 
 def test_run_without_checkpoint_or_evaluation(run: Path, tmp_path: Path, cli: Cli) -> None:
