@@ -242,13 +242,13 @@ def test_the_loss_of_fixed_shapes_is_one_graph() -> None:
     torch.testing.assert_close(compiled(images, targets), tiny.loss(images, targets))
 
 
-def tiny_network(num_classes: int = 6) -> ssdctl.SSD300:
+def tiny_network(num_classes: Any = 6) -> ssdctl.SSD300:
     torch.manual_seed(0)
     return ssdctl.SSD300("tiny", num_classes)
 
 
 def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
-    own, names = tiny_network(), ssdctl.Dataset(shapes, "val").class_names
+    own, names = tiny_network(np.int64(6)), ssdctl.Dataset(shapes, "val").class_names
     wrapped = torch.compile(torch.optim.swa_utils.AveragedModel(own))
     with pytest.raises(UsageError, match=r"class_names=\[...\]"):
         own.save("own.pt")
@@ -345,11 +345,15 @@ def test_detections_are_those_of_a_predictor() -> None:
     own.save("tiled.pt")
     read = ssdctl.SSD300.from_checkpoint("tiled.pt")
     assert (read.tiling, read.thresholds) == (Tiling(150, 0.2), own.thresholds)
-    for name, values in (("tiling", (0, 0.2)), ("thresholds", [0.5]), ("class_names", ["a"])):
-        with pytest.raises(UsageError, match=name):
-            setattr(own, name, values)
-    with pytest.raises(UsageError, match="'abcde'"):
-        own.save("own.pt", class_names="abcde")
+    wrong_values = {"tiling": [(0, 0.2)], "thresholds": [[0.5], [2] * 5], "class_names": [["a"]]}
+    for name, values in wrong_values.items():
+        for value in values:
+            with pytest.raises(UsageError, match=name):
+                setattr(own, name, value)
+    for names, named in (("abcde", "'abcde'"), (["a" * 10_001, *"bcde"], "own.pt")):
+        with pytest.raises(UsageError, match=named):
+            own.save("own.pt", class_names=names)
+    assert not Path("own.pt").exists()
     for result, other, image in zip(read.detect(images), plain, images, strict=True):
         assert len(result) > len(other)
         expected = ssdctl.load("tiled.pt", device="cpu")(image)

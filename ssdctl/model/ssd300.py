@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from ssdctl.checkpoint.file import (
 from ssdctl.checkpoint.format import (
     Architecture,
     NetworkWeights,
+    Threshold,
     TilingFields,
     compare_shapes,
     is_state,
@@ -94,6 +96,7 @@ class SSD300(nn.Module):
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
         file, plugin = load_backbone_file(backbone)
+        num_classes = operator.index(num_classes)  # not numpy's, which `save` could not write
         if num_classes < 2:
             raise UsageError(f"num_classes {num_classes}: expected 2 or more, with the background")
         if extra_norm not in file.EXTRA_NORMS:
@@ -169,6 +172,10 @@ class SSD300(nn.Module):
     @hints_in_messages()
     def thresholds(self, scores: Sequence[float | None]) -> None:
         values = [None if score is None else float(score) for score in scores]
+        try:
+            msgspec.convert(values, msgspec_type(list[Threshold]))
+        except msgspec.ValidationError as error:
+            raise UsageError(f"thresholds: {error}") from None
         self._thresholds = self._one_per_class("thresholds", values)
 
     @property
@@ -238,7 +245,12 @@ class SSD300(nn.Module):
         require_own_file(file, "model.save", ZIP)
         weights = weights_in_memory(self)
         compare_shapes(shapes_of_network(self.architecture), shapes_of(weights.model), file)
-        save_checkpoint(file, dataclasses.replace(weights, classes=classes))
+        weights = dataclasses.replace(weights, classes=classes)
+        try:
+            NetworkWeights.read(file, weights.payload())
+        except ValueError as error:  # not an error of a checkpoint: nothing could read it
+            raise UsageError(f"{file}: not written: {error}") from None
+        save_checkpoint(file, weights)
         return file
 
     @hints_in_messages()
