@@ -10,7 +10,6 @@ detections are merged into a `Result` in pixels of the image.
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import threading
 import time
@@ -35,7 +34,7 @@ from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
-from ssdctl.runtime.system import map_ahead
+from ssdctl.runtime.system import map_ahead, take_batches
 
 MAX_NAMED = 20  # class names listed in a message
 OneImage: TypeAlias = (
@@ -107,8 +106,7 @@ class ImageDetector:
 
         Images are taken a batch at a time, or one by one with tiles.
         """
-        images, at_once = iter(images), batch_size if self.tiling is None else 1
-        while batch := list(itertools.islice(images, at_once)):
+        for batch in take_batches(images, batch_size if self.tiling is None else 1):
             good = [image for image in batch if isinstance(image, PreparedImage)]
             start = time.perf_counter()
             results = iter(self._results(good, batch_size))
@@ -120,7 +118,7 @@ class ImageDetector:
 
     def _results(self, images: Sequence[PreparedImage], batch_size: int) -> list[Result]:
         views = ((n, view) for n, image in enumerate(images) for view in image.views)
-        batches = iter(lambda: list(itertools.islice(views, batch_size)), [])
+        batches = take_batches(views, batch_size)
         found: list[list[tuple[Window, ImageDetections]]] = [[] for _ in images]
         pixels = ((b, torch.from_numpy(np.stack([view[1] for _, view in b]))) for b in batches)
         with self.backend.device.settings(tf32=False):

@@ -368,10 +368,34 @@ def map_ahead(
 
 
 def take_ahead(items: Iterable[T], ahead: int) -> Iterator[T]:
-    """Yield items in order; `ahead` more items are taken before each is yielded."""
+    """Yield items in order; `ahead` more items are taken before each is yielded.
+
+    If taking an item fails, its exception is raised after the items before it.
+    """
     taken: deque[T] = deque()
-    for item in items:
-        taken.append(item)
-        if len(taken) > ahead:
-            yield taken.popleft()
+    try:
+        for item in items:
+            taken.append(item)
+            if len(taken) > ahead:
+                yield taken.popleft()
+    except Exception:
+        yield from taken
+        raise
     yield from taken
+
+
+def take_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of `size` items, the last of them shorter; exceptions as `take_ahead`."""
+    batch: list[T] = []
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except Exception:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch

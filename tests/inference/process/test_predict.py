@@ -155,9 +155,13 @@ def test_a_stream_may_reuse_its_memory(predictor: Predictor, image_files: list[P
             encoded[:] = file.getvalue()
             yield reused
 
+        raise KeyError("of the stream")
+
     expected = list(predictor.predict_iter(images, batch_size=2))
     for reused in (drawing, array, torch.from_numpy(array), file, encoded):
-        results = list(predictor.predict_iter(stream(reused), batch_size=2))
+        results = []
+        with pytest.raises(KeyError):
+            results.extend(predictor.predict_iter(stream(reused), batch_size=2))
         assert results == expected
         assert np.array_equal(results[0].plot(), expected[0].plot())
 

@@ -16,7 +16,8 @@ from PIL import Image
 import ssdctl
 from ssdctl.errors import DataError
 from ssdctl.inference import video as video_module
-from ssdctl.inference.video import Video, open_video
+from ssdctl.inference.video import Frame, Video, open_video
+from ssdctl.model.results import Result
 
 av = pytest.importorskip("av")
 SIZE = (160, 120)
@@ -107,8 +108,12 @@ def test_a_truncated_file_is_damaged(
     Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
     with open_video(name) as video:
         assert len(list(video.frames(limit=5))) == 5
+    frames, results = list[Frame](), list[Result]()
     with open_video(name) as video, pytest.raises(DataError, match=name):
-        list(video.frames())
+        frames.extend(video.frames())
+    with pytest.raises(DataError, match=name):
+        results.extend(ssdctl.load(checkpoint, device="cpu").predict_iter(name, batch_size=8))
+    assert len(results) == len(frames)
     write_video(Path("whole.mkv"), image_files, 1)
     Path(name).write_bytes(Path("whole.mkv").read_bytes()[:2500])
     result = cli("predict", checkpoint, name, "--out", "o", *COMMON)
