@@ -233,6 +233,7 @@ def exclusive_run(out: Path) -> Iterator[None]:
         _refuse_owner(out, *_owner(path))
         yield
         return
+    path = path.absolute()  # the program may change its folder
     try:
         with contextlib.suppress(OSError):  # a full disk is reported by the first save
             os.truncate(descriptor, 0)
@@ -244,7 +245,7 @@ def exclusive_run(out: Path) -> Iterator[None]:
         os.close(descriptor)
         if is_new:
             with contextlib.suppress(OSError):
-                out.rmdir()  # empty if the run was refused
+                path.parent.rmdir()  # empty if the run was refused
 
 
 def _refuse_owner(out: Path, process: str, host: str) -> None:

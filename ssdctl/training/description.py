@@ -9,6 +9,7 @@ from ssdctl.config import Config
 from ssdctl.config.settings import Kind
 from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.safe_text import counted, listed
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def facts_of_start(start: Start) -> list[tuple[str, str]]:
     device = f"{devices}{start.device}, {start.plan.precision}, {threads}"
     names = [c.name for c in start.train.classes]
     rows = facts(start.plan, names, start.val_images, device, start.step)
-    return [*rows.items(), ("run", str(start.plan.out))]
+    return [*rows.items(), ("run", str(run_dir(start.plan.config)))]
 
 
 def facts(

@@ -16,7 +16,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.detect import ValidationLoss, detect
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import run_dir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 
@@ -133,7 +133,7 @@ class Evaluator:
         root, store = dataset_folders(plan.config.data)
         image_ids = None if rows is None else val.image_ids[rows]
         about = EvaluationInfo(
-            source=str(RunDir(plan.out).best),
+            source=str(run_dir(plan.config).best),
             step=step,
             epoch=round(plan.epoch(step), 4),
             data=str(root),

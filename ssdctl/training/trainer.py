@@ -10,6 +10,7 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -204,6 +205,8 @@ class Trainer:
             if checkpoint is None:
                 setup.load_first_weights(self.plan, self.model, splits, ranks, init)
             del init  # its memory
+            # The program may change its folder; `path` is for messages.
+            self.plan = dataclasses.replace(self.plan, out=self.path.absolute())
             self._open_state(checkpoint)
             resources.callback(self._abort)
             self._start_observers(setup.observers_of(self.plan))
@@ -238,7 +241,7 @@ class Trainer:
         self.meter = self.recorder.meter
         self.epochs = EpochTimer(plan, self.meter, self.step)
         self.flags = collectives.FlagExchange(ranks)
-        profile = RunDir(self.path).profile
+        profile = RunDir(plan.out).profile
         self.profiler = StepProfiler(config.profile, profile, self.device, ranks)
 
     def _start_observers(self, observers: Sequence[Observer]) -> None:
@@ -622,7 +625,7 @@ class Trainer:
             self._tell_checkpoint("best", step)
 
     def _tell_checkpoint(self, name: Literal["best", "last"], step: int) -> None:
-        folder = RunDir(self.path)
+        folder = RunDir(self.plan.out)
         saved = Saved(step, name, folder.best if name == "best" else folder.last)
         self._observers.tell(lambda observer: observer.on_checkpoint(saved))
 

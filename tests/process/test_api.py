@@ -94,8 +94,12 @@ def test_a_stepped_run_is_the_run_of_the_command(
         if step.step == 2:
             break
     assert repr(trainer) == "Trainer(stepped: step 2 of 4)"
-    trainer.save()
-    assert [step.step for step in trainer] == [3, 4]
+    Path("elsewhere").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir("elsewhere")
+        trainer.save()
+        assert [step.step for step in trainer] == [3, 4]
+    assert not Path("stepped/.lock").exists()
     runs = ("command", "function", "stepped")
     first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
     for other in others:
