@@ -374,6 +374,20 @@ def test_an_error_in_any_function_names_the_plugin(folder: Path, drawn: tuple[Pa
     check_function(folder, *drawn)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("LabeledBox(name,", "LabeledBox(3,"),
+        ("LabeledImage(file,", "LabeledImage(path / file,"),
+        (", None, path,", ", None, str(path),"),
+        ('path / "boxes.txt")\n', "None)\n"),
+    ],
+)
+def test_annotations_of_other_types_name_the_plugin(folder: Path, right: str, wrong: str) -> None:
+    before, _, after = FILES["my_plugins/lines.py"].rpartition(right)
+    check(folder, "lines", "read", before + wrong + after, must_fail=True)
+
+
 @pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_an_attribute_of_another_type_names_the_plugin(folder: Path, kind: str) -> None:
     for name in ATTRIBUTES[kind].split():

@@ -105,11 +105,15 @@ def _is_right(annotations: object) -> bool:
     n, m = len(names), len(objects)
     shapes = [(n,), (n, 2), (m,), (m,), (m,), (m, 4), (m,), (m,)]
     rows, labels, classes = annotations.rows, annotations.labels, annotations.classes
+    texts = *names, *annotations.notes, *annotations.unsized
+    paths = annotations.folder, annotations.origin, *annotations.image_folders
     return (
         [array.shape for array in arrays] == shapes
         and "".join(array.dtype.kind for array in arrays) == "iiiiiffb"
-        and {*map(type, names)} <= {str}
-        and {*map(type, classes)} <= {ClassName}
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(path, Path) for path in paths)
+        and all(isinstance(c, ClassName) and isinstance(c.name, str) for c in classes)
+        and all(isinstance(c.id, int) for c in classes)
         and len(images) == n
         and bool(((rows >= 0) & (rows < n) & (labels > 0) & (labels <= len(classes))).all())
     )
