@@ -138,6 +138,8 @@ class Trainer:
             given = overrides_of("train", {"data": data, **settings})
             self.config = with_absolute_data(resolve_call(config, given))
             self.path = run_dir(self.config).path
+        if isinstance(observers, Observer):
+            raise UsageError("observers: a single Observer", hint="write observers=[observer]")
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
         self._thresholds: Sequence[float | None] = ()  # of the last evaluation
@@ -291,7 +293,7 @@ class Trainer:
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
-        self.close()
+        self.__exit__(None, None, None)
 
     def _train(self) -> Generator[Step, None, None]:
         self.input.start(self.samples_seen, self.plan.total_steps - self.step)
@@ -410,8 +412,15 @@ class Trainer:
         self.samples_seen = checkpoint.samples_seen
         self._thresholds = checkpoint.thresholds
 
+    @public_call()
     def summary(self) -> Summary:
-        """Return the position, the best AP and the pace of this start."""
+        """Return the position, the best AP and the pace of this start.
+
+        Raises:
+            ssdctl.errors.UsageError: The trainer was not opened.
+        """
+        if not hasattr(self, "meter"):
+            self._require("open")
         return Summary(
             out=str(self.path),
             step=self.step,
@@ -422,8 +431,18 @@ class Trainer:
             data_wait=round(self.meter.data_wait, 4),
         )
 
+    @public_call()
     def close(self) -> None:
-        """Release the run folder and the process group; what was not saved is lost."""
+        """Release the run folder and the process group; what was not saved is lost.
+
+        Raises:
+            ssdctl.errors.UsageError: An observer calls it, during a step.
+        """
+        if self._is_in_step():
+            raise UsageError(
+                f"{self.path}: this trainer is in a step, and cannot be closed by an observer",
+                hint="leave the loop over its steps, or let the observer raise an exception",
+            )
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
@@ -451,9 +470,13 @@ class Trainer:
 
     def _leave_loop(self) -> None:
         """End the loop in progress, its decode threads and its signal handlers."""
-        loop, self._loop = self._loop, None
-        if loop is not None and inspect.getgeneratorstate(loop) != inspect.GEN_RUNNING:
+        loop, is_in_step, self._loop = self._loop, self._is_in_step(), None
+        if loop is not None and not is_in_step:
             loop.close()
+
+    def _is_in_step(self) -> bool:
+        loop = self._loop
+        return loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING
 
     def _require(self, state: str) -> None:
         if self._state == state:

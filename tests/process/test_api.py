@@ -183,6 +183,21 @@ def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path)
     assert diary.notes == [("start", 0), ("step", 1), ("failed", 1)]
 
 
+def test_a_trainer_is_open_for_its_summary_and_not_closed_in_a_step(shapes: Path) -> None:
+    class Closing(ssdctl.Observer):
+        def on_step(self, step: Step) -> None:
+            trainer.close()
+
+    trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[Closing()], **TINY)
+    with pytest.raises(UsageError, match="not open"):
+        trainer.summary()
+    with pytest.raises(UsageError, match="in a step"):
+        trainer.run()
+    assert trainer.summary().step == 1
+    with pytest.raises(UsageError, match="observers"):
+        ssdctl.Trainer(shapes, observers=Closing())  # type: ignore[arg-type]
+
+
 def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
     config = ssdctl.configure(train={"patience": 1})
     for start in range(3):
