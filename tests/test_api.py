@@ -146,6 +146,12 @@ def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> Non
     assert json.loads(again.out)["unchanged"] is True
 
 
+def test_a_folder_in_a_hint_is_a_value(dataset: Path) -> None:
+    for data in (None, f"{dataset.name}/val2017"):
+        with pytest.raises(DataError, match=f'data="./{dataset.name}"'):
+            ssdctl.prepare(data)
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         for name in ("metrics", "best"):

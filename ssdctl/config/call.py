@@ -35,7 +35,7 @@ KEYWORDS = {
 _COMMAND = r"\b(?:ssdctl|pip|datum) [a-z][^,;`)]*|--set "
 _OPTION = re.compile(
     rf"(?P<kept>{_COMMAND})|(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)\b(?![=-])"
-    r"(?: (?P<word>[A-Z]+\b|[^\s,;)`]*[^\s,;)`.:]))?"
+    r"(?: (?P<word>[A-Z]+\b|[^\s,;)`]*[^\s,;)`.:?]))?"
 )
 _VALUE = re.compile(r"[A-Z]+|['\"].*|.*[\d./].*")  # besides the choices of an option
 

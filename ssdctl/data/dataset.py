@@ -50,7 +50,7 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS
-from ssdctl.runtime.safe_text import counted, quoted
+from ssdctl.runtime.safe_text import counted, quoted, quoted_folder
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_LEVELS = 3  # below a folder, searched for a dataset, for the hint of an error
@@ -452,9 +452,10 @@ def _no_dataset(path: Path) -> DataError:
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above) or _has_labels_of(path, above, files):
-        hint = f"did you mean the folder above, --data {quoted(above)}?"
+        hint = f"did you mean the folder above, --data {quoted_folder(above)}?"
     elif below := datasets_in(path):
-        hint = f"a folder in it is a dataset: --data {quoted(below[0])}; or write a dataset.toml"
+        named = quoted_folder(below[0])
+        hint = f"a folder in it is a dataset: --data {named}; or write a dataset.toml"
     else:
         hint = _hint_for(path, files)
     return DataError(

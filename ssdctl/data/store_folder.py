@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ssdctl.data import TOML, cache_folder, is_writable, usual_store
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
-from ssdctl.runtime.safe_text import quoted
+from ssdctl.runtime.safe_text import quoted_folder
 
 if TYPE_CHECKING:
     from ssdctl.config import Config, DataConfig
@@ -38,9 +38,8 @@ def require_dataset(config: DataConfig) -> None:
         return
     near, far = DEFAULT_ROOTS
     if found := datasets_in(Path()):
-        hint = (
-            f"datasets in this folder: {', '.join(map(str, found))}; use --data {quoted(found[0])}"
-        )
+        names = ", ".join(map(str, found))
+        hint = f"datasets in this folder: {names}; use --data {quoted_folder(found[0])}"
     else:
         hint = "--data DIR names your images; `ssdctl demo` needs none"
     raise DataError(f"no --data given, and neither ./{near} nor {far} exists", hint=hint)

@@ -108,6 +108,12 @@ def quoted(name: object) -> str:
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
+def quoted_folder(path: Path) -> str:
+    """Return a folder as `quoted`, and a plain name as `./photos`, which is a path in any text."""
+    text = quoted(path)
+    return f"./{text}" if re.fullmatch(r"[\w-]+", text) else text
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 image, 2 images."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

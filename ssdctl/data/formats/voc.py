@@ -36,7 +36,7 @@ from ssdctl.data.image_files import (
 )
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
-from ssdctl.runtime.safe_text import counted, quoted
+from ssdctl.runtime.safe_text import counted, quoted_folder
 
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
@@ -266,9 +266,8 @@ def _images_above(path: Path, xml: _Xml) -> str | None:
     above = path.absolute().parent
     stems = (PurePosixPath(file) for file in itertools.islice(files_below(above, 2), MAX_FILES))
     if any(file.stem == xml.path.stem and is_image(file) for file in stems):
-        return (
-            f"did you mean the folder above, --data {quoted(path.parent if path.name else above)}?"
-        )
+        named = quoted_folder(path.parent if path.name else above)
+        return f"did you mean the folder above, --data {named}?"
     return None
 
 
