@@ -173,8 +173,9 @@ def test_wrong_datasets_are_named(shapes: Path) -> None:
     for augment, named in wrong.items():
         with pytest.raises(UsageError, match=f"^augment: .*{named}"):
             ssdctl.Dataset(shapes, augment=augment)
-    with pytest.raises(DataError, match="nowhere"):
-        ssdctl.Dataset("nowhere")
+    for missing, shown in (("nowhere", "nowhere"), (None, "data")):
+        with pytest.raises(DataError, match=shown):
+            ssdctl.Dataset(missing)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match='augment="none"'):
         ssdctl.Dataset(shapes, augment=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected an integer"):
@@ -318,7 +319,8 @@ def test_detections_are_those_of_a_predictor() -> None:
     modes = [module.training for module in own.modules()]
     found = own.detect(images, score=0.02, nms_iou=0.4)
     assert [module.training for module in own.modules()] == modes
-    assert found == own.detect([*images / 255], score=0.02, nms_iou=0.4)
+    for same in ([*images / 255], iter(images)):
+        assert found == own.detect(same, score=0.02, nms_iou=0.4)  # type: ignore[arg-type]
     expected = ssdctl.load(own, device="cpu", score=0.02, nms_iou=0.4).predict([*images])
     for result, other in zip(found, expected, strict=True):
         assert result.labels.tolist() == other.labels.tolist()
@@ -337,7 +339,8 @@ def test_detections_are_those_of_a_predictor() -> None:
     (wide,) = own.detect([torch.full((3, 100, 400), 0.3)], score=0.02)
     assert (wide.size, wide.class_names) == ((400, 100), own.class_names)
     assert wide.boxes.max(axis=0)[2] > 300
-    for wrong in ({"score": 1.5}, {"nms_iou": float("nan")}):
+    wrong_options: Any = ({"score": 1.5}, {"nms_iou": float("nan")}, {"score": "best"})
+    for wrong in wrong_options:
         with pytest.raises(UsageError, match=next(iter(wrong))):
             own.detect(images, **wrong)
     plain, own.tiling = own.detect(images), (150, 0.2)

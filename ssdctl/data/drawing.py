@@ -100,8 +100,8 @@ def draw(
     top, and its label is placed first. Labels, 1 and up, select the colors. The text follows the
     width of the lines, in pixels; None fits it to the image.
     """
-    if line_width is not None and line_width < 1:
-        raise UsageError(f"line_width {line_width}: expected 1 or more")
+    if line_width is not None and (not hasattr(line_width, "__index__") or line_width < 1):
+        raise UsageError(f"line_width {line_width}: expected a whole number, 1 or more")
     result = image.convert("RGB")
     pen = ImageDraw.Draw(result)
     scale = (image.width * image.height) ** 0.5

@@ -260,10 +260,13 @@ def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
 
 
 def _rgb_of_tensor(tensor: Any) -> Pixels:
-    tensor = tensor.detach().cpu()
-    if tensor.is_floating_point():
-        tensor = tensor.float()  # numpy has no bfloat16
-    pixels = np.asarray(tensor)
+    try:
+        tensor = tensor.detach().cpu()
+        if tensor.is_floating_point():
+            tensor = tensor.float()  # numpy has no bfloat16
+        pixels = np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:  # sparse, or on the device `meta`
+        raise UsageError(f"a tensor without pixels: {error}") from None
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     return _rgb_of_array(pixels)

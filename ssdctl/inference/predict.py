@@ -131,13 +131,14 @@ class Predictor:
                 items = (frame.pixels for frame in video.frames())
             is_array = getattr(items, "ndim", 0) in (2, 3)  # an array or tensor of pixels
             is_file = isinstance(items, str | bytes | os.PathLike) or hasattr(items, "read")
-            if is_array or is_file or isinstance(items, Image.Image):
+            is_iterable = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
+            if is_array or is_file or isinstance(items, Image.Image) or not is_iterable:
                 raise UsageError(
                     f"predict_iter: a single {type(items).__name__}, not several images",
                     hint="give a list, or use predict",
                 )
-            if batch_size < 1:
-                raise UsageError(f"batch_size {batch_size}: expected 1 or more")
+            if not hasattr(batch_size, "__index__") or batch_size < 1:
+                raise UsageError(f"batch_size {batch_size}: expected a whole number, 1 or more")
             if items is images and not isinstance(images, list | tuple):
                 items = map(unshared, images)
             stream = detect_ahead(

@@ -276,10 +276,11 @@ class SSD300(nn.Module):
             ssdctl.errors.NonFiniteError: The network's output is NaN or infinite.
         """
         for name, value in (("score", score), ("nms_iou", nms_iou)):
-            if value is not None and not 0 <= value <= 1:
+            if isinstance(value, str) or (value is not None and not 0 <= value <= 1):
                 raise UsageError(f"{name} {value}: expected a number from 0 to 1")
         from ssdctl.data.tiles import tile_windows  # late: a step needs no tiles
 
+        images = [*images]
         opened = [_as_image(_checked(image, torch.device("cpu"))) for image in images]
         windows = [tile_windows(*image.size, self.tiling) for image in opened]
         views = [(n, window) for n, of_image in enumerate(windows) for window in of_image]

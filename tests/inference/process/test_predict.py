@@ -105,6 +105,8 @@ def test_results_are_drawn(predictor: Predictor, image_file: Path) -> None:
         assert (drawn.format, drawn.size) == ("PNG", size)
     with pytest.raises(UsageError, match=r"drawn\.txt"):
         result.save("drawn.txt")
+    with pytest.raises(UsageError, match="line_width"):
+        result.plot(line_width=2.5)  # type: ignore[arg-type]
     Path("gone.png").write_bytes(image_file.read_bytes())
     gone = predictor("gone.png")
     Path("gone.png").unlink()
@@ -131,11 +133,11 @@ def test_a_stream_of_images(predictor: Predictor, image_files: list[Path]) -> No
     assert len(next(broken)) > 0
     with pytest.raises(DataError):
         next(broken)
-    for size in (0, -1):  # a batch of 0 would end the stream at once
+    for size in (0, -1, 2.0, None):  # a batch of 0 would end the stream at once
         with pytest.raises(UsageError, match=f"batch_size {size}"):
-            next(predictor.predict_iter(image_files, batch_size=size))
+            next(predictor.predict_iter(image_files, batch_size=size))  # type: ignore[arg-type]
     pixels = np.zeros((9, 9, 3), np.uint8)
-    for single in (image_files[0], str(image_files[0]), b"x", pixels, io.BytesIO(b"x")):
+    for single in (image_files[0], str(image_files[0]), b"x", pixels, io.BytesIO(b"x"), None):
         with pytest.raises(UsageError, match=type(single).__name__):
             next(predictor.predict_iter(single))  # type: ignore[arg-type]
 
@@ -214,6 +216,8 @@ class AsyncUpload:
         (Image.new("RGB", (0, 5)), DataError, r"no pixels \(0 x 5\)"),
         (np.zeros((5, 0, 3), np.uint8), UsageError, r"\(5, 0, 3\)"),
         (torch.zeros(2, 3, 5, 5), UsageError, r"\(2, 3, 5, 5\)[^$]*list\(images\)"),
+        (torch.zeros(3, 5, 5).to_sparse(), UsageError, "tensor"),
+        (torch.zeros(3, 5, 5, device="meta"), UsageError, "tensor"),
         ("street.mp4", UsageError, r"street\.mp4[^$]*predict_iter"),
     ],
 )
