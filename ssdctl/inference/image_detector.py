@@ -221,5 +221,6 @@ def unshared(image: OneImage) -> OneImage:
         return image.clone()
     if isinstance(image, bytearray | memoryview):
         return bytes(image)
-    is_read_in_place = isinstance(image, Image.Image) or hasattr(image, "read")
-    return open_image(image) if is_read_in_place else image
+    if isinstance(image, Image.Image):  # one that PIL opened by its path is decoded in a thread
+        return image if getattr(image, "filename", "") else open_image(image)
+    return open_image(image) if hasattr(image, "read") else image
