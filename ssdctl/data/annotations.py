@@ -143,6 +143,9 @@ class Annotations(NamedTuple):
         )
 
 
+Resolved = tuple[Annotations, list[int | None]]  # with the size of each image file in bytes
+
+
 class Conversion(msgspec.Struct, frozen=True):
     """How annotations are read: options of `prepare`, which the index remembers."""
 

@@ -28,6 +28,7 @@ from ssdctl.data.annotations import (
     SPLITS,
     Annotations,
     Conversion,
+    Resolved,
     one_image_per_file,
     paths_below,
     refuse,
@@ -35,7 +36,7 @@ from ssdctl.data.annotations import (
     split_of,
     with_classes,
 )
-from ssdctl.data.divide import divided, division_key, num_released
+from ssdctl.data.divide import NOTHING_KNOWN, Division, divided, next_division
 from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
 from ssdctl.data.formats import Format, built_in, coco, load
 from ssdctl.data.image_files import (
@@ -47,6 +48,7 @@ from ssdctl.data.image_files import (
     is_image,
     size_or_none,
 )
+from ssdctl.data.sources import read_sources
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS
@@ -84,7 +86,6 @@ NOT_READ = {
     ),
 }
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
-Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 S = TypeVar("S")
 log = logging.getLogger(__name__)
 
@@ -165,16 +166,16 @@ def read_and_convert(
     *,
     store: Path | None,
     is_remembered: bool,
-) -> tuple[dict[str, Annotations], Conversion, str | None]:
-    """Read the splits of a dataset; return also the conversion, and the key of --split's division.
+) -> tuple[dict[str, Annotations], Conversion, Division]:
+    """Read the splits of a dataset; return also the conversion, and the division by --split.
 
     Args:
         module: The format if known.
-        store: Of the dataset; images that it has divided in the same way stay where they are.
+        store: Of the dataset; images that it ever divided in the same way stay where they are.
         is_remembered: The conversion is the last one, so its --split does not apply to a dataset
             that has validation images by now.
     """
-    division = None
+    options, division = _last_division(root, store) if store else (None, Division())
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
     splits = _with_images(root, read)
@@ -192,15 +193,16 @@ def read_and_convert(
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
-        last, known = _last_division(root, store, conversion) if store else (None, {})
+        is_same = options == (conversion.split, conversion.group)
+        known = division.sides if is_same else NOTHING_KNOWN
         train, val = divided(whole, conversion.split, conversion.group, below, known)
         now = dict.fromkeys(paths_below(below, train.file_names), True)
         now |= dict.fromkeys(paths_below(below, val.file_names), False)
-        division = division_key(last, now, known)
-        if count := num_released(now, known):
+        division, num_moved = next_division(division, now)
+        if num_moved:
             note = (
-                "images that --split held out before and that are trained on now, or may be under "
-                f"other names: {count:,}"
+                "images that --split held out before and that are trained on now, or the reverse, "
+                f"or that may be under other names: {num_moved:,}"
             )
             train = train._replace(notes=[*train.notes, note])
         splits = {**splits, "train": train, "val": val}
@@ -211,30 +213,26 @@ def read_and_convert(
             "--split 0.9 holds out training images instead"
         )
         splits["val"] = test._replace(notes=[*test.notes, note])
+    if conversion.split is None:
+        division = division._replace(key=None)
     return {s: splits[s] for s in SPLITS if s in splits}, conversion, division
 
 
 def _last_division(
-    root: Path, store: Path, conversion: Conversion
-) -> tuple[str | None, dict[str, bool]]:
-    """Return the key of the division of a store by this --split, and the images to train on.
-
-    They are paths below the dataset folder, with False for those to validate.
-    """
-    store = store if index.read_made(store) else usual_store(root)
-    made, known = index.read_made(store), dict[str, bool]()
-    now = conversion.split, conversion.group
-    if made is None or (made.conversion.split, made.conversion.group) != now:
-        return None, {}
-    try:
-        for split in ("train", "val"):
-            folder = index.require_metadata(index.index_path(store, split)).images
-            names = index.read_images(store, split).names
-            known |= dict.fromkeys(paths_below(folder, names), split == "train")
-    except DataError as error:
-        log.warning("%s; the last division by --split is lost, so images are divided again", error)
-        return None, {}
-    return made.division, known
+    root: Path, store: Path
+) -> tuple[tuple[float | None, str | None] | None, Division]:
+    """Return --split and --group of the last time, and how a store was divided by them."""
+    store = store if index.last_made(store) else usual_store(root)
+    if (made := index.last_made(store)) is None:
+        return None, Division()
+    division = Division()
+    with contextlib.suppress(DataError):
+        division = read_sources(store / made.sources).division
+    if made.conversion.split is not None and not division.sides:
+        text = "%s: the last division by --split is lost, so images are divided again"
+        log.warning(text, store)
+        return None, Division()
+    return (made.conversion.split, made.conversion.group), division._replace(key=made.division)
 
 
 def _image_dir(root: Path, folder: str) -> str:

@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,14 @@ MAX_PARTS = 3  # of a path that are compared if the image is not where it was
 MIN_SERIES = 3  # fewer cannot be divided well
 NOTHING_KNOWN: Mapping[str, bool] = MappingProxyType({})
 MIN_SHARE = 0.5  # of the images; fewer are taken for chance
+
+
+class Division(NamedTuple):
+    """How --split divided the images of a dataset."""
+
+    key: str | None = None  # it stays the same as long as no image moves; None: not divided
+    sides: Mapping[str, bool] = NOTHING_KNOWN  # path of each image ever divided: trained on?
+    gone: Collection[str] = ()  # paths of those that were not there the last time
 
 
 def divided(
@@ -100,25 +109,26 @@ def _end(path: str, num_parts: int) -> str:
     return ROBOFLOW.sub("", "/".join(path.split("/")[-num_parts:]))
 
 
-def num_released(now: Mapping[str, bool], known: Mapping[str, bool]) -> int:
-    """Return how many images were held out and are trained on now, or may be, by another name.
+def next_division(last: Division, now: Mapping[str, bool]) -> tuple[Division, int]:
+    """Return a division after the last one, and how many images moved, or may have.
+
+    An image that was not there may have moved if one that is gone was on the other side.
 
     Args:
         now: Whether an image, by its path, is one to train on.
     """
-    sides, gone = sides_of(now, known)
-    trained = Counter(sides.get(path) for path, is_train in now.items() if is_train)
-    return trained[False] + min(sum(not known[path] for path in gone), trained[None])
-
-
-def division_key(last: str | None, now: Mapping[str, bool], known: Mapping[str, bool]) -> str:
-    """Return the key of a division: the last one's if no image moved."""
-    sides, _ = sides_of(now, known)
-    is_same = all(sides.get(path, is_train) == is_train for path, is_train in now.items())
-    if last and is_same and not num_released(now, known):
-        return last
-    held = sorted(path for path, is_train in now.items() if not is_train)
-    return hashlib.sha256(os.fsencode("\0".join(held))).hexdigest()[:12]
+    before, gone = sides_of(now, last.sides)
+    came = (now.keys() - before.keys()) | (now.keys() & {*last.gone})
+    new = Counter(now[path] for path in came)
+    lost = Counter(last.sides[path] for path in gone)
+    num_moved = sum(before.get(path, is_train) != is_train for path, is_train in now.items())
+    num_moved += min(lost[True], new[False]) + min(lost[False], new[True])
+    key = last.key
+    if num_moved or key is None:
+        held = sorted(path for path, is_train in now.items() if not is_train)
+        text = "\0".join([*([key] if key else []), *held])  # no earlier key is used again
+        key = hashlib.sha256(os.fsencode(text)).hexdigest()[:12]
+    return Division(key, {**{path: last.sides[path] for path in gone}, **now}, gone), num_moved
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:

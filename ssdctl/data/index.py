@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, atomic_write, msgspec_type
+from ssdctl.files import DECODE_ERRORS, msgspec_type, sync
 
 METADATA_KEY = b"ssdctl"
 Encoding = Literal["jpeg", "raw"]
@@ -72,7 +72,7 @@ class Made(msgspec.Struct, frozen=True):
     sources: str  # the file of the store that lists the files they were read from
     splits: list[str]
     version: str  # ssdctl's
-    division: str | None = None  # by --split: it stays the same as long as no image moves
+    division: str | None = None  # the key of a `Division`
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +120,12 @@ def read_made(folder: Path) -> Made | None:
     made = [m.made for split in SPLITS if (m := read_metadata(folder, split)) is not None]
     is_complete = made and all(m == made[0] for m in made) and len(made) == len(made[0].splits)
     return made[0] if is_complete else None
+
+
+def last_made(folder: Path) -> Made | None:
+    """Return how a store was made the last time, even if it is incomplete by now."""
+    found = (m.made for split in SPLITS if (m := read_metadata(folder, split)) is not None)
+    return next(found, None)
 
 
 def read_annotations(index: Path) -> Annotations:
@@ -189,7 +195,7 @@ def _sizes(table: Any) -> NDArray[np.int64]:
 
 
 def write_index(
-    path: Path,
+    file: IO[bytes],
     annotations: Annotations,
     objects: Objects,
     is_usable: NDArray[np.bool_],
@@ -216,8 +222,10 @@ def write_index(
         **{name: pa.array(values) for name, values in fingerprints._asdict().items()},
     }
     table = pa.table(columns, metadata={METADATA_KEY: msgspec.json.encode(metadata)})
-    with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
+    with pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
+    file.flush()
+    sync(file.fileno())
 
 
 def remove_unused(folder: Path, splits: Collection[str]) -> None:

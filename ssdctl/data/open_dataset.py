@@ -94,7 +94,7 @@ def _last(root: Path, folder: Path) -> Conversion:
 
     The usual store counts as well if the folder cannot be written.
     """
-    made = index.read_made(folder) or index.read_made(usual_store(root))
+    made = index.last_made(folder) or index.last_made(usual_store(root))
     if made is None:
         return AUTOMATIC
     if (root / TOML).is_file():  # it takes precedence over the other formats

@@ -10,13 +10,14 @@ A second `prepare` of the same folder waits for the first.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -28,11 +29,13 @@ from ssdctl.data import index, is_cached_store, prepare_command
 from ssdctl.data.annotations import (
     AUTOMATIC,
     NO_LABELS,
+    SPLITS,
     UNLABELED,
     UNLISTED,
     Annotations,
     Conversion,
     Finding,
+    Resolved,
     relative_folder,
     root_folder,
 )
@@ -46,7 +49,6 @@ from ssdctl.data.check import (
     duplicate_names,
 )
 from ssdctl.data.dataset import (
-    Resolved,
     find,
     read_and_convert,
     require_same_classes,
@@ -92,6 +94,7 @@ from ssdctl.data.store import image_folder
 from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
+    atomic_write,
     disk_errors,
     lock,
     make_dir,
@@ -212,9 +215,10 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
         images_dir[1].update(images.file_names)
     num_bytes, modified_ns = np.array(versions, np.int64).reshape(-1, 2).T
     unlisted = unlisted_images(listed, folder)
-    sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
+    hashes = np.array(contents, np.int64)
+    sources = Sources(files, num_bytes, modified_ns, hashes, unlisted, division)
     note_unlisted(root, resolved, unlisted)
-    return _Dataset(name, conversion, resolved, sources, division)
+    return _Dataset(name, conversion, resolved, sources, division.key)
 
 
 def _write(store: _Store, dataset: _Dataset) -> Outcome:
@@ -238,8 +242,10 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         __version__,
         dataset.division,
     )
-    for result in prepared.values():
-        _write_index(store, made, result)
+    with contextlib.ExitStack() as published:  # together, as late as possible
+        for split in reversed(splits):
+            file = published.enter_context(atomic_write(index.index_path(folder, split)))
+            _write_index(file, store, made, prepared[split])
     reports = [result.report for result in prepared.values()]
     outcome = Outcome(str(store.root), str(folder), store.config.pack, False, reports)
     write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
@@ -310,9 +316,8 @@ def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool
 
 
 def config_of(folder: Path) -> PrepareConfig | None:
-    """Return the options with which a store has its images; None if there is no complete store."""
-    made = index.read_made(folder)
-    first = None if made is None else index.read_metadata(folder, made.splits[0])
+    """Return the options with which a store has its images; None if there is no index."""
+    first = next((m for s in SPLITS if (m := index.read_metadata(folder, s)) is not None), None)
     if first is None:
         return None
     return PrepareConfig(
@@ -439,7 +444,9 @@ def _check_images(
     return check_images(job, store.progress)
 
 
-def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> None:
+def _write_index(
+    file: IO[bytes], store: _Store, made: index.Made, prepared: _PreparedSplit
+) -> None:
     annotations, objects, is_empty, images, _, report = prepared
     metadata = index.Metadata(
         format=5,
@@ -456,8 +463,8 @@ def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> N
         made=made,
         duplicates=report.duplicates,
     )
-    path, usable = index.index_path(store.folder, report.split), images.is_usable
-    index.write_index(path, annotations, objects, usable, is_empty, images.fingerprints, metadata)
+    usable, fingerprints = images.is_usable, images.fingerprints
+    index.write_index(file, annotations, objects, usable, is_empty, fingerprints, metadata)
 
 
 def _without_boxes(

@@ -2,10 +2,10 @@
 
     changes(root, folder, made)      # ["labels/a.txt changed", "b.jpg is new"]
 
-The store has a table with a row per label file (all of them, and dataset.toml or data.yaml) and a
-row per image file that no split lists. Label files of equal size and time are the same; those of
-equal size and another time, as in a copy, are compared by content. The index has the fingerprints
-of the listed images.
+The store has a table with a row per label file (all of them, and dataset.toml or data.yaml), per
+image file that no split lists, and per image that --split ever divided. Label files of equal size
+and time are the same; those of equal size and another time, as in a copy, are compared by content.
+The index has the fingerprints of the listed images.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data import TOML, index
-from ssdctl.data.annotations import relative_folder, root_folder
-from ssdctl.data.dataset import Resolved
+from ssdctl.data.annotations import Resolved, relative_folder, root_folder
+from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
@@ -33,22 +33,26 @@ from ssdctl.runtime.safe_text import counted
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
 HASHED_BYTES = 4 << 20
+UNLISTED_IMAGE = -1
+# Whether --split trains on an image, and whether the image was gone the last time.
+SIDES = {-2: (True, False), -3: (False, False), -4: (True, True), -5: (False, True)}
 COLUMNS = {
     "name": pa.string(),  # relative to the dataset folder
-    "bytes": pa.int64(),  # of a label file; -1: an image file that no split lists
+    "bytes": pa.int64(),  # of a label file; of an image file UNLISTED_IMAGE or one of SIDES
     "modified_ns": pa.int64(),
     "content": pa.int64(),  # hash
 }
 
 
 class Sources(NamedTuple):
-    """Label files, N, and image files that no split lists."""
+    """Label files, N, image files that no split lists, and how the images were divided."""
 
     names: list[str]
     bytes: NDArray[np.int64]  # N
     modified_ns: NDArray[np.int64]  # N
     content: NDArray[np.int64]  # N
     unlisted: list[str]
+    division: Division  # without its key
 
 
 def label_files(root: Path, format_name: str, store: Path) -> list[str]:
@@ -138,11 +142,13 @@ def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[
 
 def write_sources(store: Path, sources: Sources) -> str:
     """Write the table to a store, and return the file's name, which depends on the content."""
-    names = [*sources.names, *sources.unlisted]
-    missing = np.full(len(sources.unlisted), -1, np.int64)
+    kind_of = {side: kind for kind, side in SIDES.items()}
+    _, sides, gone = sources.division
+    divided = [kind_of[is_train, path in gone] for path, is_train in sides.items()]
+    kinds = np.array([UNLISTED_IMAGE] * len(sources.unlisted) + divided, np.int64)
     values = [
-        names,
-        *(np.concatenate([column, missing]) for column in sources[1:4]),
+        [*sources.names, *sources.unlisted, *sides],
+        *(np.concatenate([column, kinds]) for column in sources[1:4]),
     ]
     arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
     table = pa.table(arrays, schema=pa.schema(COLUMNS.items()))
@@ -158,10 +164,16 @@ def write_sources(store: Path, sources: Sources) -> str:
 def read_sources(path: Path) -> Sources:
     table = index.read_table(path, COLUMNS)
     num_bytes, modified_ns, content = (index.numbers(table, n) for n in list(COLUMNS)[1:])
-    names, num_labels = table.column("name").to_pylist(), int((num_bytes >= 0).sum())
-    labels = slice(num_labels)
+    names, labels = table.column("name").to_pylist(), slice(int((num_bytes >= 0).sum()))
+    kinds = [*zip(names, num_bytes.tolist(), strict=True)]
+    unlisted = [name for name, kind in kinds if kind == UNLISTED_IMAGE]
+    sides = {name: SIDES[kind] for name, kind in kinds if kind in SIDES}
+    division = Division(
+        sides={name: is_train for name, (is_train, _) in sides.items()},
+        gone={name for name, (_, is_gone) in sides.items() if is_gone},
+    )
     return Sources(
-        names[labels], num_bytes[labels], modified_ns[labels], content[labels], names[num_labels:]
+        names[labels], num_bytes[labels], modified_ns[labels], content[labels], unlisted, division
     )
 
 

@@ -99,7 +99,7 @@ def warn_of_images(
     """Log the warnings of a split, and whether the run may have trained on its images."""
     warnings = [*splits[name].warnings]
     is_divided = held is not None or name == "val"
-    if is_divided and (warning := warning_of_division(checkpoint, root, splits.get("train"), held)):
+    if is_divided and (warning := warning_of_division(checkpoint, root, splits[name], held)):
         warnings.append(warning)
     for warning in warnings:
         log.warning("%s", warning)
@@ -107,15 +107,15 @@ def warn_of_images(
 
 
 def warning_of_division(
-    checkpoint: ModelFile, root: Path, train: Split | None, held: NDArray[np.int64] | None
+    checkpoint: ModelFile, root: Path, split: Split, held: NDArray[np.int64] | None
 ) -> str | None:
     """Return a warning if the run of a checkpoint may have trained on images that are scored.
 
     Args:
-        train: The training split.
-        held: Its images that are scored; None scores the validation split.
+        split: The split that is scored.
+        held: The training images that are scored; None scores the validation split.
     """
-    if not _was_divided_anew(checkpoint, root, train, held):
+    if not _was_divided_anew(checkpoint, root, split, held):
         return None
     return (
         f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
@@ -124,27 +124,30 @@ def warning_of_division(
 
 
 def _was_divided_anew(
-    checkpoint: ModelFile, root: Path, train: Split | None, held: NDArray[np.int64] | None
+    checkpoint: ModelFile, root: Path, split: Split, held: NDArray[np.int64] | None
 ) -> bool:
-    """Return whether the hash of file names divides other images than when the run began."""
+    """Return whether the dataset is divided in another way than when the run began."""
     settings = checkpoint.run_settings or {}
     own, _ = dataset_folders(trained_on(checkpoint))
-    is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
-    if train is None or not settings or is_limited or real_path(own) != real_path(root):
+    if not settings or real_path(own) != real_path(root):
         return False
-    if held is None and train.division is None:
-        return False
-    if (fold := settings.get("train.fold")) is not None:
-        train = without_images(train, fold_rows(train, fold, settings.get("train.group")))
-    if held is not None and np.isin(train.trainable, held).any():  # another fold, or none
-        return True
-    run, key, now = Run(run_of(checkpoint.path).path), "division", train.division
+    now: dict[str, object] = {"division": split.division}
     if held is not None:
-        key, now = "image_ids", train.training_digest()
+        train = split
+        if (fold := settings.get("train.fold")) is not None:
+            try:
+                rows = fold_rows(split, fold, settings.get("train.group"))
+            except SsdctlError:  # the fold does not exist any more
+                return True
+            train = without_images(split, rows)
+        if np.isin(train.trainable, held).any():  # another fold, or none
+            return True
+        if not (settings.get("train.limit_train") or settings.get("train.overfit")):
+            now["image_ids"] = train.training_digest()
     records: list[Record] = []
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
-        records = run.events
-    return any(record.get(key, now) != now for record in records)
+        records = Run(run_of(checkpoint.path).path).events
+    return any(record.get(key, value) != value for record in records for key, value in now.items())
 
 
 def rows_to_score(

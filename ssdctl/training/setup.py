@@ -293,11 +293,10 @@ def warning_of_init(config: Config, splits: Splits, init: InitReader) -> str | N
     Args:
         splits: Of the dataset, before `limited`.
     """
-    train, val, held = splits
-    if val is None or config.train.overfit is not None:
+    if splits.val is None or config.train.overfit is not None:
         return None
     root, _ = dataset_folders(config.data)
-    return warning_of_division(init(), root, train if held is None else val, held)
+    return warning_of_division(init(), root, splits.val, splits.val_rows)
 
 
 def load_first_weights(

@@ -223,7 +223,8 @@ def test_an_image_that_was_held_out_stays_held_out(
 
     before = parts(range(6, 20), "--split", 0.8)
     train = ("train", "--data", root, "--steps", 1, *TINY_RUN.split())
-    assert cli(*train, "--out", "first").code == 0
+    for out, option in (("first", "--limit-train=9"), ("second", "--fold=1/9")):
+        assert cli(*train, "--out", out, option).code == 0
     for _ in range(8):
         now = parts(range(len({*before[0], *before[1]}), len({*before[0], *before[1]}) + 3), *again)
         assert [old <= new for old, new in zip(before, now, strict=True)] == [True, True]
@@ -231,6 +232,23 @@ def test_an_image_that_was_held_out_stays_held_out(
     assert len(before[1]) == round(0.2 * 44)
     options = ("--init", "first", "--resume", "never", "--dry-run")
     assert "divided in another way" not in cli(*train, *options).err
+    held = [*root.glob(f"*/*/{Path(max(before[1])).stem}.*")]
+    copies = [path.read_bytes() for path in held]
+    for path in held:
+        path.unlink()
+    parts(range(44, 47))
+    for path, content in zip(held, copies, strict=True):
+        path.write_bytes(content)
+    assert before[1] <= parts(range(0))[1]
     parts(range(0), "--split", 0.5)
     assert "divided in another way" in cli(*train, *options).err
-    assert "divided in another way" in cli("evaluate", "first", "--device", "cpu").err
+    shutil.rmtree(root / "train")
+    exports.roboflow_yolo(root)  # with its own validation images
+    parts(range(0))
+    for command in (
+        ("evaluate", "first", "--device", "cpu"),
+        ("evaluate", "second", "--device", "cpu", "--split", "val"),
+        (*train, "--init", "second", "--fold", "1/2", "--resume", "never", "--dry-run"),
+    ):
+        result = cli(*command)
+        assert (result.code, "divided in another way" in result.err) == (0, True), result.err

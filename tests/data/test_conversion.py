@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, LabeledImage, from_images
 from ssdctl.data.dataset import read_dataset
-from ssdctl.data.divide import divided, series_warning
+from ssdctl.data.divide import Division, divided, next_division, series_warning
 from ssdctl.data.index import read_images, read_made
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -88,6 +88,14 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
     splits = open_dataset(undivided, store)
     assert [c.name for c in splits["val"].classes] == ["ball", "star"]
     assert contents(undivided) == before
+    index = store / "index-val.arrow"
+    old, held = index.read_bytes(), read_images(store, "val").names
+    path.write_text(f"{path.read_text()} ")
+    open_dataset(undivided, store)
+    index.write_bytes(old)  # as if it were killed after the first index
+    splits = open_dataset(undivided, store)
+    assert [c.name for c in splits["val"].classes] == ["ball", "star"]
+    assert read_images(store, "val").names == held
 
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
@@ -120,6 +128,35 @@ def test_any_division(names: list[str], share: float) -> None:
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(
+                st.integers(0, 9),
+                st.sampled_from(["a/{}.jpg", "b/{}.jpg", "x-{}.jpg", "a/y-{}.jpg"]),
+                min_size=2,
+            ),
+            st.booleans(),
+        ),
+        max_size=6,
+    )
+)
+def test_the_key_changes_if_an_image_that_trained_may_validate(
+    steps: list[tuple[dict[int, str], bool]],
+) -> None:
+    """Images come, go, come again and are renamed; the options may change."""
+    division, trained = Division(), dict[str | None, set[int]]()
+    for images, is_same in steps:
+        names = {name.format(image): image for image, name in images.items()}
+        known = division.sides if is_same else {}
+        train, val = divided(annotations_of([*names]), 0.6, known=known)
+        now = {n: part is train for part in (train, val) for n in part.file_names}
+        before, (division, num_moved) = division, next_division(division, now)
+        assert num_moved == 0 or before.key != division.key
+        trained.setdefault(division.key, set()).update(names[n] for n in train.file_names)
+        assert trained[division.key].isdisjoint(names[n] for n in val.file_names)
+
+
 def test_renamed_images_stay_where_they_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,8 +181,8 @@ def test_renamed_images_stay_where_they_are(
         assert divide(name) == first
     _, division, num_notes = divide("y/x-*")
     assert (division != first[1], num_notes) == (True, 1)
-    index = store / "index-val.arrow"
-    index.write_bytes(index.read_bytes().replace(b"file_name", b"file_nam\xe4"))
+    (sources,) = store.glob("sources-*")
+    sources.write_bytes(b"")
     divide("y/x-*")
     assert "division by --split is lost" in caplog.text
 

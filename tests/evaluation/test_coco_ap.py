@@ -133,7 +133,8 @@ def index_of(path: Path) -> Path:
         duplicates=[],
     )
     index, checked = index_path(path.parent, "val"), check(part)
-    write_index(index, part, checked.objects, usable, checked.is_empty, versions, metadata)
+    with index.open("wb") as file:
+        write_index(file, part, checked.objects, usable, checked.is_empty, versions, metadata)
     return index
 
 
