@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,36 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         assert rest["iscrowd"].tolist() == plain["iscrowd"][1:].tolist()
         assert rest["labels"].tolist() == (plain["labels"][1:] + 100).tolist()
         assert type(rest["labels"]) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda t: t[list(range(len(t)))[::-1]],
+        lambda t: t.index_select(0, torch.arange(len(t)).flip(0)),
+        lambda t: torch.flip(t, [0]),
+        lambda t: torch.cat([t[1:], t[:1]]),
+        lambda t: t.repeat_interleave(2, dim=0),
+        lambda t: t.clone()[:0],
+    ],
+)
+def test_crowds_follow_labels(
+    select: Callable[[torch.Tensor], torch.Tensor], dataset: Path
+) -> None:
+    path = dataset / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    for annotation in document["annotations"][::3]:
+        annotation["iscrowd"] = 1
+    path.write_text(json.dumps(document))
+
+    def selected(image: Any, target: Any) -> Any:
+        new = {name: select(target[name]) for name in ("boxes", "labels")}
+        return image, {**target, **new, "all_labels": target["labels"]}
+
+    items = ssdctl.Dataset(dataset, "val"), ssdctl.Dataset(dataset, "val", transforms=selected)
+    for (_, plain), (_, after) in zip(*items, strict=True):
+        assert after["iscrowd"].tolist() == select(plain["iscrowd"]).tolist()
+        assert {type(after[name]) for name in ("labels", "all_labels")} == {torch.Tensor}
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])

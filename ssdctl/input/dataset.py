@@ -28,6 +28,12 @@ Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # the random numbers are drawn per epoch
 HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
+# Functions that choose, repeat or reorder the elements of their first argument.
+SELECTING = {
+    *("__getitem__", "index_select", "masked_select", "take", "take_along_dim", "gather", "narrow"),
+    *("flip", "flipud", "roll", "cat", "concat", "concatenate", "hstack"),
+    *("repeat", "repeat_interleave", "tile", "expand", "broadcast_to"),
+}
 
 
 class _Labels(Tensor):
@@ -43,16 +49,21 @@ class _Labels(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            after = func(*args, **(kwargs or {}))
-            labels = next((a for a in args if isinstance(a, cls)), None)
+            after = func(*args, **kwargs)
             is_other = func is Tensor.as_subclass or type(after) is not Tensor
-            if labels is None or is_other or after.is_floating_point():
+            if not args or is_other or after.is_floating_point():
                 return after
-            flags = labels.is_crowd
-            if labels is args[0] and func is Tensor.__getitem__:
-                flags = flags[args[1]]
-            return cls.of(after, flags) if after.shape == flags.shape else after
+            is_list = isinstance(args[0], (list, tuple))
+            parts = args[0] if is_list else args[:1]
+            marked = [part for part in (*parts, *args) if isinstance(part, cls)]
+            if func.__name__ in SELECTING and any(isinstance(part, cls) for part in parts):
+                given = [p.is_crowd if isinstance(p, cls) else torch.zeros_like(p) for p in parts]
+                flags = func(given if is_list else given[0], *args[1:], **kwargs)
+            elif marked:
+                flags = marked[0].is_crowd
+            return cls.of(after, flags) if marked and after.shape == flags.shape else after
 
     def __deepcopy__(self, memo: object) -> Tensor:
         return self.clone()
@@ -211,15 +222,17 @@ class Dataset(torch.utils.data.Dataset[Item]):
         assert self._transforms is not None
         size = tuple(image.shape[-2:])
         target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
-        is_crowd = target["iscrowd"]
+        before = is_crowd = target["iscrowd"]
         if is_crowd.any():  # SanitizeBoundingBoxes removes boxes and labels only
             target["labels"] = _Labels.of(target["labels"], is_crowd)
         image, target = self._transforms(tv_tensors.Image(image), target)
         boxes, labels = target["boxes"], target["labels"]
         if isinstance(labels, _Labels):
-            is_crowd, target["labels"] = labels.is_crowd, labels.as_subclass(Tensor)
-        if len(target.setdefault("iscrowd", is_crowd)) != len(boxes):
-            is_crowd = is_crowd if is_crowd.any() else is_crowd.new_zeros(len(boxes))
+            is_crowd = labels.is_crowd
+        target |= {n: v.as_subclass(Tensor) for n, v in target.items() if isinstance(v, _Labels)}
+        given = [*map(int, target.get("iscrowd", before))]
+        if len(given) != len(boxes) or given == before.tolist():  # the transforms left it as it was
+            is_crowd = is_crowd if before.any() else before.new_zeros(len(boxes))
             if len(is_crowd) != len(boxes):
                 raise UsageError(
                     "transforms: removed boxes of an image with crowds, but not of `iscrowd`",
