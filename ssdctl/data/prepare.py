@@ -310,7 +310,7 @@ def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool
     packed = (metadata.packed, metadata.shrink, metadata.encoding)
     if packed != (config.pack, config.shrink, config.encoding):
         return False
-    if config.verify_images and metadata.verified != verified(config):
+    if metadata.verified != verified(config):
         return False
     return all((folder / shard.file).is_file() for shard in metadata.shards)
 
@@ -515,8 +515,7 @@ def _known_images(
     if store.force or metadata is None or outcome is None:
         return None
     reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]
-    is_verified = metadata.verified == verified(store.config)
-    if not (reports and is_verified and _fits(metadata, folder, store.config)):
+    if not (reports and _fits(metadata, folder, store.config)):
         return None
     try:
         known = index.read_images(folder, split)
