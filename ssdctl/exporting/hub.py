@@ -55,7 +55,7 @@ MAX_CLASSES = 100  # in the card
 MAX_TRIED = 50  # images of the dataset in which detections are looked for
 SAMPLE_PIXELS = 800  # the longer side
 SAMPLE_SCORE = 0.3
-CARD, ONNX = "README.md", "model.onnx"
+CARD, ONNX, SAMPLE = "README.md", "model.onnx", "samples/{}.jpg"
 MODEL_TYPE = "ssd300"
 
 
@@ -75,7 +75,7 @@ def write_model_folder(
     """
     config = model_config(checkpoint)
     require_onnx()
-    _refuse_foreign_files(folder)
+    _refuse_foreign_files(folder, samples)
     dataset = dataset_folders(trained_on(checkpoint))
     images = _draw(checkpoint, folder, dataset_images(*dataset, MAX_TRIED), samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
@@ -87,12 +87,13 @@ def write_model_folder(
     return [CARD, WEIGHTS, CONFIG, ONNX, *images]
 
 
-def _refuse_foreign_files(folder: Path) -> None:
+def _refuse_foreign_files(folder: Path, samples: int) -> None:
     """Refuse a folder in which files of others would be replaced."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if json.loads((folder / CONFIG).read_bytes()).get("model_type") == MODEL_TYPE:
             return
-    if found := [name for name in (CARD, WEIGHTS, CONFIG, ONNX) if (folder / name).exists()]:
+    names = [CARD, WEIGHTS, CONFIG, ONNX, *(SAMPLE.format(n + 1) for n in range(samples))]
+    if found := [name for name in names if (folder / name).exists()]:
         raise UsageError(f"{folder / found[0]} exists, and is not ssdctl's: give another folder")
 
 
@@ -168,7 +169,7 @@ def _draw(
     names: list[str] = []
     for found in map(predictor.predict, images):
         if found:
-            names.append(f"samples/{len(names) + 1}.jpg")
+            names.append(SAMPLE.format(len(names) + 1))
             image = found.plot()
             image.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
             with atomic_write(folder / names[-1]) as file:

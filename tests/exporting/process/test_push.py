@@ -53,11 +53,12 @@ def test_a_run_is_pushed_and_used_by_its_name(
 
 
 def test_files_of_others_are_not_replaced(cli: Cli, tiny_run: Path) -> None:
-    Path("mine").mkdir()
-    Path("mine/README.md").write_text("mine")
-    refused = push(cli, tiny_run, "--out", "mine")
-    assert (refused.code, "README.md" in refused.err) == (2, True)
-    Path("mine/README.md").unlink()
+    Path("mine/samples").mkdir(parents=True)
+    for file in (Path("mine/README.md"), Path("mine/samples/1.jpg")):
+        file.write_text("mine")
+        refused = push(cli, tiny_run, "--out", "mine")
+        assert (refused.code, file.name in refused.err, file.read_text()) == (2, True, "mine")
+        file.unlink()
     for _ in range(2):
         assert push(cli, tiny_run, "--out", "mine", "--samples", 0).code == 0
 
