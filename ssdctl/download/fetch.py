@@ -2,8 +2,8 @@
 
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
-During the download, `a.zip.part` and `a.zip.lock` are next to the target. A file with the wrong
-hash is kept as `a.zip.corrupt` (or `.corrupt1` and so on) for inspection.
+During the download, `.a.zip.ssdctl-part` and `a.zip.lock` are next to the target. A file with the
+wrong hash is kept as `a.zip.corrupt` (or `.corrupt1` and so on) for inspection.
 """
 
 from __future__ import annotations

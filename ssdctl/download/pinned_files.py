@@ -22,7 +22,8 @@ from ssdctl.runtime.safe_text import redact_url
 MAX_MANIFEST_BYTES = 16 << 20
 COCO_URL = "https://s3.amazonaws.com/images.cocodataset.org"
 OTHER_ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
-OWN_SUFFIXES = (".part", ".lock", ".corrupt")  # of files next to a target (fetch.py)
+OWN_SUFFIXES = (".lock", ".corrupt")  # of files next to a target (fetch.py)
+PART_SUFFIX = ".ssdctl-part"  # of a download that is not complete
 WEIGHTS_URL = "https://download.pytorch.org/models"
 
 
@@ -190,6 +191,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
                 hint="leave unpack out and unpack it by hand, or pack it as a zip",
             )
     for target in seen:
-        if target.suffix in OWN_SUFFIXES and target.with_suffix("") in seen:
+        is_next_to_it = target.suffix in OWN_SUFFIXES and target.with_suffix("") in seen
+        if is_next_to_it or target.suffix == PART_SUFFIX:
             raise UsageError(f"{path}: {str(target)!r} is a name that the download itself uses")
     return [PinnedFile(e.name, e.url, e.sha256.lower(), e.bytes, e.unpack) for e in entries]

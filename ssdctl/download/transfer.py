@@ -4,11 +4,11 @@ One worker starts. Once the server has answered with the requested range, the ot
 that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread watches
 them, so that even a name look-up that never returns ends at the deadline.
 
-`NAME.part` survives kill -9. It has all bytes of the file from the start (sparse), and after them
-one line of JSON that lists the missing ranges. The line is written after their bytes, so it never
-claims bytes that were not written, whenever the process dies. A machine that dies may lose bytes
-that it claims, and a server may have another version of the file by then: the hash differs, and
-the file is fetched again.
+`.NAME.ssdctl-part` survives kill -9. It has all bytes of the file from the start (sparse), and
+after them one line of JSON that lists the missing ranges. The line is written after their bytes, so
+it never claims bytes that were not written, whenever the process dies. A machine that dies may lose
+bytes that it claims, and a server may have another version of the file by then: the hash differs,
+and the file is fetched again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ssdctl.download.http import (
     open_session,
     retry,
 )
+from ssdctl.download.pinned_files import PART_SUFFIX
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import DECODE_ERRORS, disk_errors, msgspec_type, no_follow, sync_dir
 from ssdctl.runtime.safe_text import redact_url
@@ -66,7 +67,7 @@ class Piece(msgspec.Struct, array_like=True, eq=False):
 
 
 class PartialFile:
-    """The file `NAME.part` of a download. Not thread-safe: the caller holds a lock.
+    """The file `.NAME.ssdctl-part` of a download. Not thread-safe: the caller holds a lock.
 
     Each of the `connections` fetches about four pieces.
     """
@@ -166,7 +167,7 @@ class PartialFile:
 
 
 def partial_path(target: Path) -> Path:
-    return target.with_name(target.name + ".part")
+    return target.with_name(f".{target.name}{PART_SUFFIX}")
 
 
 class _Halted(Exception):  # noqa: N818 - not an error for the user

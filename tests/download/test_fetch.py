@@ -20,7 +20,7 @@ from download.zips import start_download, tree
 from ssdctl.download.fetch import fetch
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import PartialFile
+from ssdctl.download.transfer import PartialFile, partial_path
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
@@ -288,7 +288,7 @@ def test_4_a_complete_part_that_is_right_or_wrong(site: Site) -> None:
     refused = Reply(416, {"Content-Range": f"bytes */{len(CONTENT)}"})
     for route, content in ((lambda _: refused, CONTENT), (FILE, bytes(len(CONTENT)))):
         (site.folder / "a.bin").unlink(missing_ok=True)
-        (site.folder / "a.bin.part").write_bytes(content)
+        partial_path(site.folder / "a.bin").write_bytes(content)
         assert site.fetch(site.pin(route)) == CONTENT
         assert site.files() == ["a.bin"]
 
@@ -305,7 +305,7 @@ def test_5_another_version_between_resumes(site: Site) -> None:
 def test_6_flipped_bits(site: Site) -> None:
     flipped = bytearray(CONTENT)
     flipped[1_234_567] ^= 1
-    mine = {"a.bin.corrupt": b"mine", "a.bin.lock": b"my version"}
+    mine = {"a.bin.corrupt": b"mine", "a.bin.lock": b"my version", "a.bin.part": b"my part"}
     for name, content in mine.items():
         (site.folder / name).write_bytes(content)
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_6_flipped_bits(site: Site) -> None:
             site.fetch(site.pin(file(bytes(flipped))))
     assert tree(site.folder) == {**mine, "a.bin.corrupt1": bytes(flipped)}
     pin = site.pin(arrived=500_000)  # those of an earlier run are fetched again
-    with (site.folder / "a.bin.part").open("r+b") as partial:
+    with partial_path(site.folder / "a.bin").open("r+b") as partial:
         partial.seek(1000)
         partial.write(bytes(1000))
     assert site.fetch(pin) == CONTENT

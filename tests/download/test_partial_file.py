@@ -59,7 +59,7 @@ def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", dies)
-        with pytest.raises(DiskError, match=r"a\.bin\.part"):
+        with pytest.raises(DiskError, match=r"a\.bin\.ssdctl-part"):
             append(partial, CONTENT[:1000])
     assert partial.path.read_bytes() == before
     monkeypatch.setattr(transfer, "RECORD_S", 1e9)
@@ -94,10 +94,10 @@ def test_a_link_or_folder_as_a_part_is_refused(target: Path) -> None:
     victim = target.with_name("victim")
     victim.write_text("precious")
     partial_path(target).symlink_to(victim)
-    with pytest.raises(UsageError, match=r"a\.bin\.part"):
+    with pytest.raises(UsageError, match=r"a\.bin\.ssdctl-part"):
         opened(target)
     assert victim.read_text() == "precious"
     partial_path(target).unlink()
     partial_path(target).mkdir()
-    with pytest.raises(DiskError, match=r"a\.bin\.part"):
+    with pytest.raises(DiskError, match=r"a\.bin\.ssdctl-part"):
         opened(target)

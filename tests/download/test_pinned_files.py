@@ -54,7 +54,8 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
         (ENTRY, ENTRY + ENTRY, "a.zip"),
         (ENTRY, "[[file", "TOML"),
         ('"a.zip"', '"."', "name"),
-        (ENTRY, ENTRY.replace('"a.zip"', '"a.zip.part"') + ENTRY, "'a.zip.part'"),
+        (ENTRY, ENTRY.replace('"a.zip"', '"a.zip.lock"') + ENTRY, "'a.zip.lock'"),
+        ('"a.zip"', '".b.ssdctl-part"', "'.b.ssdctl-part'"),
         ('a.zip"\nurl', 'a.tar"\nunpack = true\nurl', r"'a\.tar'"),
     ],
 )
