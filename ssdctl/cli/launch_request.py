@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -228,13 +230,19 @@ def rest_command(
             context = own.make_context(f"ssdctl {' '.join(rest[:2])}", rest[2:])
     except typer.Exit as end:  # after --help
         raise SystemExit(end.exit_code) from None
-    _refuse_others(_given_devices(context.params), device)
+    _refuse_others(_given_devices(context.params) - {"auto"}, device)
     name = " ".join(rest[: 1 + hasattr(parsed, "commands")])
     if count > 1 and name not in DISTRIBUTED_COMMANDS:
         hint = "launch it with one device"
         raise UsageError(f"{name} does not share its work among ranks", hint=hint)
     words = parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
     at = len(name.split()) - 1
+    words = [  # the ranks must not choose another device
+        device
+        if (before, word) == ("--device", "auto")
+        else re.sub(r"^(--device|(?:--set=)?\w+\.device)=auto$", rf"\1={device}", word)
+        for before, word in itertools.pairwise(["", *words])
+    ]
     return [rest[0], *words[:at], *more, *words[at:]]
 
 
