@@ -208,7 +208,9 @@ def evaluate(
     if report is not None:
         make_report_dir(Path(report))  # before the detection, which may take hours
     if suspects is not None:
-        require_own_file(Path(suspects), "--suspects", "rank,")
+        from ssdctl.evaluation.suspects import COLUMNS
+
+        require_own_file(Path(suspects), "--suspects", ",".join(COLUMNS))
     found: list[DetectedSplit] = []
     written = Path(detections) if detections else None
     evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)

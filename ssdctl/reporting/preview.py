@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
@@ -35,6 +36,7 @@ EPOCHS = 3
 GAP = 12  # pixels between the tiles
 WIDTH = GAP + (1 + EPOCHS) * (IMAGE_SIZE + GAP)  # of the drawing, in pixels
 LINE = 20  # height of a line of text
+MARK = "ssdctl preview"  # the comment in the file
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
@@ -49,7 +51,7 @@ def check_target(path: Path) -> None:
 
 def _is_preview(path: Path) -> bool:
     with contextlib.suppress(Exception), Image.open(path) as image:
-        return image.width == WIDTH
+        return image.info.get("comment") in (MARK, MARK.encode())
     return False
 
 
@@ -83,8 +85,10 @@ def preview(split: Split, config: Config, path: Path) -> int:
         pen.text((GAP, top), about, fill="black", font=font)
         for column, image in enumerate(images):
             sheet.paste(image, (GAP + column * step, top + LINE))
+    in_png = PngInfo()
+    in_png.add_text("comment", MARK)
     with atomic_write(path) as file:
-        sheet.save(file, FORMATS[path.suffix.lower()])
+        sheet.save(file, FORMATS[path.suffix.lower()], comment=MARK, pnginfo=in_png)
     return count
 
 

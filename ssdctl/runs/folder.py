@@ -41,7 +41,9 @@ from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.safe_text import quoted, redact_arguments
 from ssdctl.runtime.system import is_process_running
 
-PAGE, EVALUATION = r"\s*<!doctype html", r'\s*\{\s*"about"'  # how the files of a report begin
+# How the files of a report begin.
+PAGE = r"""(?s:\s*<!doctype html.*<meta name="generator" content="ssdctl )"""
+EVALUATION = r'\s*\{\s*"about"'
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")

@@ -40,14 +40,17 @@ def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
 
 def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -> None:
     image = dataset / "train2017/000000000001.jpg"
-    for target, reason in (("boxes.pdf", ".png"), (image, "earlier result")):
+    wide = Image.new("RGB", (1260, 9))
+    wide.save("wide.png")
+    for target, reason in (("boxes.pdf", ".png"), *((p, "earlier") for p in (image, "wide.png"))):
         refused = cli("prepare", "--data", dataset, "--preview", target)
         assert (refused.code, reason in refused.err) == (2, True)
     assert not (dataset / "prepared").exists()
     options = ("--preview", "boxes.JPG", "--shrink", 300, "--encoding", "raw")
     result = cli("prepare", "--data", dataset, *options)
     assert (result.code, "GB" in result.err) == (0, True), result.err
-    assert cli("prepare", "--data", dataset, *options).code == 0  # its own file is replaced
+    for name in ("boxes.JPG", "boxes.png", "boxes.png"):  # its own file is replaced
+        assert cli("prepare", "--data", dataset, "--preview", name, *options[2:]).code == 0
     with Image.open("boxes.JPG") as drawn:
         assert drawn.width == 12 + 4 * 312
         pixels = np.asarray(drawn.convert("RGB"), np.int16)

@@ -154,10 +154,12 @@ def test_evaluation_matches_by_name(
     assert rows[0] == rows[1]
 
     labels = next(root.glob("annotations/*.json"))
-    for option in ("--detections", "--suspects"):
-        result = cli("evaluate", checkpoint, "--data", root, option, labels)
+    Path("mine.csv").write_text("rank,name\n")
+    Path("mine.html").write_text("<!doctype html><title>mine</title>")
+    for option, file in (("--detections", labels), ("--suspects", "mine.csv")):
+        result = cli("evaluate", checkpoint, "--data", root, option, file)
         assert (result.code, "earlier result" in result.err) == (2, True), result.err
-    assert cli("report", "--out", labels).code == 2
+    assert cli("report", "--out", "mine.html").code == 2
     for path in root.glob("annotations/*.json"):
         path.write_text(path.read_text().replace('"star"', '"comet"'))
     refused = cli("evaluate", checkpoint, "--data", root, *options)
