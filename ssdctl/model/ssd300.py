@@ -416,7 +416,7 @@ class SSD300(nn.Module):
 
 
 def _classes_of(names: Sequence[str]) -> list[ClassName]:
-    if isinstance(names, str):
+    if isinstance(names, (str, Mapping, set)):  # not in the order of the labels
         raise UsageError(f"class_names: {names!r}", hint="write class_names=[...]")
     return [ClassName(None, str(name)) for name in names]
 
