@@ -245,7 +245,9 @@ def count_images(
     if tiling is not None:
         trainable, num_tiles = _count_tiles(annotations, checked, tiling, is_used)
         background += num_tiles
-    return DatasetSize(trainable, background, num_val, [c.name for c in annotations.classes])
+    warnings = annotations.notes if changed else ()  # how images are divided now
+    names = [c.name for c in annotations.classes]
+    return DatasetSize(trainable, background, num_val, names, warnings)
 
 
 def _count_tiles(

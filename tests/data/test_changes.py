@@ -244,6 +244,7 @@ def test_an_image_that_was_held_out_stays_held_out(
     assert "divided in another way" in cli(*train, *options).err
     shutil.rmtree(root / "train")
     exports.roboflow_yolo(root)  # with its own validation images
+    assert "validation images were added" in cli(*train, "--dry-run").err
     parts(range(0))
     for command in (
         ("evaluate", "first", "--device", "cpu"),
