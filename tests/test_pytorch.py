@@ -380,7 +380,11 @@ def test_detections_are_those_of_a_predictor() -> None:
     read = ssdctl.SSD300.from_checkpoint("tiled.pt")
     assert (read.tiling, read.thresholds) == (Tiling(150, 0.2), own.thresholds)
     wrong_names = [["a"], dict.fromkeys("abcde")]
-    wrong_values = {"tiling": [(0, 0.2)], "thresholds": [[0.5], [2] * 5], "class_names": wrong_names}
+    wrong_values = {
+        "tiling": [(0, 0.2)],
+        "thresholds": [[0.5], [2] * 5],
+        "class_names": wrong_names,
+    }
     for name, values in wrong_values.items():
         for value in values:
             with pytest.raises(UsageError, match=name):
