@@ -16,7 +16,8 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from xml.etree import ElementTree
@@ -45,7 +46,7 @@ T = TypeVar("T")
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
-MAX_JSON_FILES = 50  # of a folder, whose beginnings tell whether a format is theirs
+MAX_JSON_FILES = 50  # of a dataset, that are looked at to recognize a format
 ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
 COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
@@ -213,12 +214,23 @@ def _files_near(path: Path, suffix: str, depth: int = 2) -> list[Path]:
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
-def json_files(path: Path, *words: bytes, depth: int = 2) -> list[Path]:
-    """Return a file, or the JSON files in a folder and below, that have these words.
+def json_files(path: Path, depth: int = 2) -> list[Path]:
+    """Return a file, or the JSON files in a folder and below."""
+    return _files_near(path, ".json", depth)
 
-    Of a folder with many, only the first are looked at.
-    """
-    files = _files_near(path, ".json", depth)[:MAX_JSON_FILES]
+
+def some_json_files(path: Path, usual: Sequence[str], depth: int = 2) -> list[Path]:
+    """Return some of the JSON files: those with usual names, then the first ones of each folder."""
+    seen = Counter[Path]()
+    order = list[tuple[bool, int, Path]]()
+    for file in json_files(path, depth):
+        seen[file.parent] += 1
+        order.append((file.name not in usual, seen[file.parent], file))
+    return [file for *_, file in sorted(order)[:MAX_JSON_FILES]]
+
+
+def with_words(files: Iterable[Path], *words: bytes) -> list[Path]:
+    """Return the files that have all words."""
     return [file for file in files if _has(file, words)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
-from ssdctl.data.formats import from_files, json_files, read_json
+from ssdctl.data.formats import from_files, json_files, read_json, some_json_files, with_words
 from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
 
@@ -40,19 +40,19 @@ class _Image(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_files(path)), None)
+    return next(iter(_exports(some_json_files(path, LOOKED_FOR))), None)
 
 
-def _files(path: Path) -> list[Path]:
-    """Return the JSON files that are a list of images, neither COCO's nor Label Studio's own."""
-    files = dict.fromkeys(file for words in WORDS for file in json_files(path, *words))
+def _exports(files: list[Path]) -> list[Path]:
+    """Return the files that are a list of images, neither COCO's nor Label Studio's own."""
+    found = dict.fromkeys(file for words in WORDS for file in with_words(files, *words))
     others = (b'"images"', b'"completed_by"')
-    return [file for file in files if not any(json_files(file, word) for word in others)]
+    return [file for file in found if not any(with_words([file], word) for word in others)]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
-    root, notes, files = dataset_folder(path), list[str](), _files(path)
+    root, notes, files = dataset_folder(path), list[str](), _exports(json_files(path))
     if not files:
         raise DataError(f"{path}: no JSON file of Create ML (a list of images with annotations)")
     return from_files(root, {file: _images(file) for file in files}, image_dir, notes)

@@ -24,7 +24,7 @@ from ssdctl.data.annotations import (
     without_copies,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted
-from ssdctl.data.formats import around, json_files, read_json
+from ssdctl.data.formats import around, read_json, some_json_files, with_words
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads
 from ssdctl.errors import DataError
 
@@ -48,14 +48,15 @@ class _File(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(json_files(path, *WORDS, depth=MAX_DEPTH)), None)
+    files = some_json_files(path, LOOKED_FOR, MAX_DEPTH)
+    return next(iter(with_words(files, *WORDS)), None)
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or one file; classes are sorted by name."""
     root, notes = dataset_folder(path), list[str]()
     names = [path.name] if path.is_file() else sorted(files_below(path))
-    files = [n for n in names if n.lower().endswith(".json") and json_files(root / n, *WORDS)]
+    files = [n for n in names if n.lower().endswith(".json") and with_words([root / n], *WORDS)]
     if not files:
         raise DataError(f"{path}: no JSON file of labelme, with shapes and imagePath")
     contents = in_threads(lambda name: read_json(root / name, _File, "labelme-json"), files)

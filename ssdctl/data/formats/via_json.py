@@ -18,7 +18,15 @@ import msgspec
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
 from ssdctl.data.find_images import ImageFinder, located
-from ssdctl.data.formats import around, by_split, from_upright_images, json_files, read_json
+from ssdctl.data.formats import (
+    around,
+    by_split,
+    from_upright_images,
+    json_files,
+    read_json,
+    some_json_files,
+    with_words,
+)
 from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
 
@@ -47,17 +55,17 @@ class _Project(msgspec.Struct, rename={"images": "_via_img_metadata"}):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_files(path)), None)
+    return next(iter(_exports(some_json_files(path, LOOKED_FOR))), None)
 
 
-def _files(path: Path) -> list[Path]:
-    exports = json_files(path, b'"filename"', b'"regions"', b'"size"')
-    return [*dict.fromkeys([*exports, *json_files(path, PROJECT)])]
+def _exports(files: list[Path]) -> list[Path]:
+    exports = with_words(files, b'"filename"', b'"regions"', b'"size"')
+    return [*dict.fromkeys([*exports, *with_words(files, PROJECT)])]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
-    root, files, notes = dataset_folder(path), _files(path), list[str]()
+    root, files, notes = dataset_folder(path), _exports(json_files(path)), list[str]()
     if not files:
         raise DataError(f"{path}: no JSON file of VIA (looked for via_region_data.json)")
     contents = {file: _content(file) for file in files}
@@ -76,7 +84,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
 
 
 def _content(file: Path) -> list[_Image]:
-    if json_files(file, PROJECT):
+    if with_words([file], PROJECT):
         return [*read_json(file, _Project, "via-json").images.values()]
     return [*read_json(file, dict[str, _Image], "via-json").values()]
 
