@@ -39,7 +39,7 @@ from ssdctl.data.image_files import (
     size_or_none,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited, read_text
+from ssdctl.files import read_errors, read_text
 from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
@@ -84,11 +84,12 @@ def recognize(path: Path) -> Path | None:
     """Return the file of class names of a folder that has labels, or data.yaml."""
     if path.is_file():
         return path if path.suffix.lower() in (*YAML, ".data") else None
-    origin, content = _read_yaml(path) or _read_darknet(path) or (path, None)
-    if not content or origin.suffix.lower() in YAML:
-        return origin if content else None
+    if described := _read_yaml(path):
+        return described[0]
+    if (found := _find_darknet(path)) is None:
+        return None
     texts = (path / name for name in files_below(path) if name.lower().endswith(".txt"))
-    return origin if any(map(has_boxes, itertools.islice(texts, MAX_TRIED))) else None
+    return found[0] if any(map(has_boxes, itertools.islice(texts, MAX_TRIED))) else None
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
@@ -166,13 +167,26 @@ def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
 
 def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
     """Return the content of Darknet's `*.data` or of a file of class names, or None."""
+    if (found := _find_darknet(root, file)) is None:
+        return None
+    origin, content, names = found
+    return origin, {**content, "names": _read_names(names)}
+
+
+def _find_darknet(root: Path, file: Path | None = None) -> tuple[Path, dict[str, Any], Path] | None:
+    """Return Darknet's `*.data` or a file of class names, its content, and the file of names."""
     below = [root / name for name in files_below(root, MAX_DEPTH)]
     found = [path for path in below if path.suffix == ".names"]
     names = _names_file(root, below) or (found[0] if len(found) == 1 else None)
     for path in [file] if file else [path for path in below if path.suffix == ".data"]:
         if path.stat().st_size > MAX_YAML_BYTES:
             continue
-        pairs = (line.partition("=") for line in _read_lines(path))
+        try:
+            pairs = [line.partition("=") for _, line in read_lines(path, MAX_YAML_BYTES)]
+        except DataError:
+            if file:
+                raise
+            continue  # not a text file
         content: dict[str, Any] = {k.strip(): v.strip() for k, is_set, v in pairs if is_set}
         if "names" in content:
             tail = parts_of(content["names"])
@@ -184,8 +198,8 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
             if named is None:
                 problem = f"{path}: names: {content['names']} is not below {root}"
                 raise DataError(problem, hint="copy it beside this file")
-            return path, {**content, "names": _read_lines(named)}
-    return (names, {"names": _read_lines(names)}) if names else None
+            return path, content, named
+    return (names, {}, names) if names else None
 
 
 def _names_file(root: Path, below: list[Path]) -> Path | None:
@@ -196,16 +210,23 @@ def _names_file(root: Path, below: list[Path]) -> Path | None:
     named = [path for path in below if path.name == NAME_FILES[0] and not has_boxes(path)]
     files = [path for path in named if split_of(path.parent.relative_to(root).as_posix())]
     for path in files:
-        if _read_lines(path) != _read_lines(files[0]):
+        if _read_names(path) != _read_names(files[0]):
             problem = f"{path}: not the class names of {files[0]}"
             raise DataError(problem, hint=f"write one {root / 'data.yaml'} with names for all")
     return files[0] if files else None
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_names(path: Path) -> list[str]:
+    """Return the class names of a file, one per line; only the last lines may be blank."""
     with read_errors(path):
-        text = read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
-    return [line.strip() for line in text.splitlines() if line.strip()]
+        text = read_text(path, MAX_LABEL_BYTES).rstrip()
+    names = [line.strip() for line in text.splitlines()]
+    if "" in names:
+        raise DataError(
+            f"{path}:{names.index('') + 1}: a blank line before other class names",
+            hint="remove the line, or write the name of the class with its number",
+        )
+    return names
 
 
 def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
@@ -234,7 +255,7 @@ def _require_same_names(
     folders = {folder for text in labels for folder in (text.parent, *text.parent.parents)}
     for folder in sorted(folders.difference([PurePosixPath()])):
         files = [root / folder / name for name in NAME_FILES if folder / name not in labels]
-        found = [(file, _read_lines(file)) for file in files if file.is_file()]
+        found = [(file, _read_names(file)) for file in files if file.is_file()]
         if described := _read_yaml(root / folder):
             found.append((described[0], _class_names(*described)))
         for file, own in found:

@@ -139,6 +139,29 @@ def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\ncat\ndog\n", r"classes\.txt:1: .*blank"),
+        (b"cat\n \ndog\n", r"classes\.txt:2: .*blank"),
+        ("cat\ndog\n".encode("utf-16"), "UTF-16"),
+        ("cät\ndög\n".encode("latin-1"), r"classes\.txt: cannot be read"),
+    ],
+)
+def test_class_names_that_cannot_be_numbered_or_decoded(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    yolo(tmp_path, {"images/a.jpg": "1 .5 .5 .2 .4"}, None)
+    (tmp_path / "classes.txt").write_bytes(b"cat\ndog\n\n \n")
+    (tmp_path / "noise.data").write_bytes(b"\xff\xfe\xff")
+    assert boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
+    (tmp_path / "classes.txt").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        find(tmp_path)[1].read(tmp_path)
+    (tmp_path / "labels/a.txt").unlink()  # of another format, with a list for another program
+    assert recognize(tmp_path) is None
+
+
+@pytest.mark.parametrize(
     ("file", "content"),
     [("b/classes.txt", "dog\ncat\n"), ("b/obj.names", "dog\n"), ("b/data.yaml", "names: [dog]")],
 )
