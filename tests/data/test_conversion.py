@@ -70,7 +70,7 @@ def test_what_was_merged_is_counted_in_a_part(undivided: Path, tmp_path: Path) -
 def test_a_note_of_the_reader_belongs_to_one_split(tmp_path: Path) -> None:
     exports.kitti(tmp_path)  # with regions that are left out
     splits = read_dataset(tmp_path, Conversion(split=0.5))
-    assert [len(split.notes) for split in splits.values()] == [1, 0]
+    assert [len(split.notes) for split in splits.values()] == [2, 0]
 
 
 def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path: Path) -> None:

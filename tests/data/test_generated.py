@@ -442,6 +442,9 @@ def check_outcome(world: World, tree: Tree, store: Path, outcome: Outcome) -> No
     if any(tree.images[path].things for path in lost):
         check_report(world, texts(outcome))
     check_summary(outcome, truth)
+    if layout.views == "stored":  # no size tells so
+        is_turned = any(p.turn != 1 for pictures in truth.values() for p in pictures.values())
+        assert ("size is not annotated" in texts(outcome)) == is_turned
     if not lost:
         used = {thing.name for picture in world.pictures for thing in picture.things}
         names = [c.name for c in open_splits(tree.data, store)["train"].classes]

@@ -20,7 +20,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.formats import numbers, read_lines
-from ssdctl.data.image_files import files_below, in_threads, size_or_none
+from ssdctl.data.image_files import files_below, in_threads
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("label_2/*.txt",)
@@ -57,7 +57,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
 def _read_folder(
     finder: ImageFinder, folder: Path, split: str, notes: list[str]
 ) -> list[LabeledImage]:
-    root, labels = finder.root, folder.relative_to(finder.root).as_posix()
+    labels = folder.relative_to(finder.root).as_posix()
     texts = (PurePosixPath(name) for name in files_below(folder))
     files = sorted(f for f in texts if f.suffix.lower() == ".txt" and not f.name.startswith("._"))
     wanted = [
@@ -70,12 +70,12 @@ def _read_folder(
     def read_image(row: int) -> LabeledImage:
         item = found[row]
         assert item is not None  # refused above
-        return LabeledImage(item.file, *size_or_none(root / item.file), _boxes(folder / files[row]))
+        return LabeledImage(item.file, 0, 0, _boxes(folder / files[row]))
 
     labeled = in_threads(read_image, range(len(files)))
     count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
     if count:
-        notes.append(f"{folder.relative_to(root)}: regions {DONT_CARE}, left out: {count:,}")
+        notes.append(f"{labels}: regions {DONT_CARE}, left out: {count:,}")
     return [
         image._replace(boxes=kept, is_complete=len(kept) == len(image.boxes))
         for image in labeled

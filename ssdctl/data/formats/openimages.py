@@ -1,4 +1,4 @@
-"""Read Open Images' CSV files: boxes in fractions of the image, classes by their MID.
+"""Read Open Images' CSV files: boxes in fractions of the upright image, classes by their MID.
 
 The boxes are in files with the columns ImageID, LabelName, XMin, XMax, YMin, YMax and perhaps
 IsGroupOf (becomes a crowd); names are in class-descriptions*.csv. Images are ID.jpg anywhere below
@@ -67,7 +67,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         split: _images(root, file, images[split], boxes[split], unlabeled[split], notes)
         for split, file in files.items()
     }
-    return from_images(splits, None, root, next(iter(files.values())), notes)
+    annotations = from_images(splits, None, root, next(iter(files.values())), notes)
+    return {split: part._replace(upright=True) for split, part in annotations.items()}
 
 
 def _class_names(root: Path) -> dict[str, str]:
@@ -156,7 +157,7 @@ def _images(
     ids = {name: image_id for image_id, name in images.items()}
 
     def read_image(name: str) -> LabeledImage:
-        width, height = size_or_none(root / name)
+        width, height = size_or_none(root / name, upright=True)
         own = boxes[ids[name]] if name in ids and width else []
         placed = [in_pixels(box, width, height) for box in own]
         # Most images of Open Images have no boxes because nobody drew any.

@@ -521,7 +521,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     "voc: mirrored": _of(_with(_VOC, named=False), voc, "images/{split}", "annotations/{split}"),
     "cvat-xml": (Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml),
     "openimages": (
-        Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)),
+        Layout(("quoted", "suffixes"), "upright", named=False, crowds=True, suffixes=(".jpg",)),
         openimages,
     ),
     "kitti": (_KITTI, partial(kitti, folder="{split}")),
