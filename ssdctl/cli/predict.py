@@ -94,6 +94,7 @@ def predict(
     An image that fails does not stop the others; the command then exits with 3, 4 (download) or
     6 (refused by the file system).
     """
+    from ssdctl.data.store_folder import refuse_in_dataset
     from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
@@ -115,6 +116,8 @@ def predict(
     if not is_drawn and (given := [option for option, value in drawing.items() if value]):
         raise UsageError(f"{given[0]} is for drawn images", hint="add --out DIR, without --save")
     if folder is not None:
+        if settings.save in ("coco", "yolo"):
+            refuse_in_dataset(folder)
         for written in (folder, folder / "labels", folder / "images"):
             remove_stale_temporaries(written)
     style = {"line_width": line_width, "labels": not hide_labels, "scores": not hide_scores}

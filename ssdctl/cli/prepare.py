@@ -238,11 +238,12 @@ def export(
     """
     from ssdctl.data.export_dataset import export_dataset
     from ssdctl.data.open_dataset import open_dataset
-    from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.store_folder import dataset_folders, refuse_in_dataset
 
     refuse_url(str(out), "--out")
     data = msgspec.structs.replace(call.config.data, root=root)
     folder, store = dataset_folders(data)
+    refuse_in_dataset(out, folder)
     with stoppable("nothing was exported"):
         splits = open_dataset(folder, store, progress=call.console.progress)
         counts = export_dataset(splits, out, to, call.console.progress)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdctl.data import TOML, cache_folder, is_writable, usual_store
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted_folder
 
@@ -67,6 +67,31 @@ def with_absolute_data(config: Config) -> Config:
     if config.data.store is not None:
         config = config.with_value("data.store", str(Path(config.data.store).absolute()))
     return config.with_value("data.root", str(root.absolute()))
+
+
+def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
+    """Raise UsageError for a folder of new labels in a dataset: the next `prepare` would read them.
+
+    Args:
+        root: The dataset; None: every prepared one counts.
+    """
+    from ssdctl.data import index
+    from ssdctl.data.annotations import SPLITS
+    from ssdctl.data.image_files import dataset_folder
+
+    def is_dataset(folder: Path) -> bool:
+        if root is not None:
+            return str(folder) == real_path(dataset_folder(root))
+        found = (index.read_metadata(usual_store(folder), split) for split in SPLITS)
+        origins = (Path(real_path(metadata.origin)) for metadata in found if metadata)
+        return any(origin.is_relative_to(folder) for origin in origins)
+
+    real = Path(real_path(out))
+    for folder in filter(is_dataset, (real, *real.parents)):
+        raise UsageError(
+            f"--out {out}: is in the dataset {folder}, which would be read with these labels",
+            hint="choose a folder outside of the dataset",
+        )
 
 
 def real_path(path: str | Path) -> str:

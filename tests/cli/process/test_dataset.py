@@ -71,6 +71,12 @@ def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
         assert Path("data.yaml").is_file()
 
 
+def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
+    for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
+        result = cli(*command.split(), "--out", dataset / "images/new")
+        assert (result.code, "in the dataset" in result.err) == (2, True), result.err
+
+
 def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:
     from pyarrow import parquet
 
