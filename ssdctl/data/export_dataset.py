@@ -39,7 +39,7 @@ SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 ORIENTATION = 0x112  # EXIF's tag; its value is one (1) 16-bit number (3)
 HF_SHARD_BYTES = 400_000_000
-Classes = dict[str, ClassName]  # by name
+Classes = dict[str, ClassName]  # by name, with the id if another class has the same
 _Exported = tuple[int, LabeledImage, bytes]  # image id, boxes in the pixels of the store, content
 
 
@@ -70,10 +70,15 @@ def export_dataset(
 
 
 def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
-    # Classes are names in every format: those with equal names become one.
-    classes: Classes = {}
-    for entry in next(iter(splits.values())).classes:
-        classes.setdefault(entry.name, entry)
+    entries = next(iter(splits.values())).classes
+    counts = Counter(entry.name for entry in entries)
+    names = [c.name if counts[c.name] == 1 else f"{c.name} (id {c.id})" for c in entries]
+    classes = dict(zip(names, entries, strict=True))
+    if len(counts) < len(names) and target != "coco":
+        log.warning(
+            "classes with the same name are written with their ids, such as %s",
+            next(name for name in names if name not in counts),
+        )
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     for name, split in splits.items():
         rows = _rows(name, split)
@@ -86,7 +91,7 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
                 "%s: images and boxes are those of the store, which --shrink made smaller", name
             )
         shown = progress(rows, total=len(rows), label=name, unit="images")
-        write(out, name, _images(split, shown), classes)
+        write(out, name, _images(split, shown, names), classes)
     if target == "yolo":
         content: dict[str, Any] = {split: f"images/{split}" for split in splits}
         content["names"] = dict(enumerate(classes))
@@ -107,7 +112,7 @@ def _yaml(content: dict[str, Any]) -> str:
     return text
 
 
-def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
+def _images(split: Split, rows: Iterable[int], classes: list[str]) -> Iterator[_Exported]:
     annotations = read_annotations(split.index_file)
     names = _unique_names(annotations.file_names, split.image_ids.tolist())
     ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
@@ -120,7 +125,7 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
         for n in range(starts[row], starts[row + 1]):
             if kinds[n] <= CLIPPED:
                 left, top, right, bottom = (ltrb[n] * scale).tolist()
-                name = split.classes[annotations.labels[n] - 1].name
+                name = classes[annotations.labels[n] - 1]
                 sides = left, top, right - left, bottom - top
                 area = annotations.areas[n] * scale[0] * scale[1]
                 is_known = kinds[n] != CLIPPED and not np.isnan(area)

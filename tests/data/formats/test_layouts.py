@@ -86,8 +86,11 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     assert "have the same name" in train.warnings[0]
     assert "bolt (id 1), bolt (id 4)" in train.warnings[0]
     assert not any("bolt (id 1)" in warning for warning in val.warnings)
-    export_dataset(open_dataset(root, tmp_path / "store"), tmp_path / "o", "yolo")
-    open_dataset(tmp_path / "o", tmp_path / "store2")
+    splits = open_dataset(root, tmp_path / "store")
+    for target in ("coco", "yolo", "voc"):  # each class keeps its boxes
+        export_dataset(splits, tmp_path / target, target)
+        exported = open_dataset(tmp_path / target, tmp_path / f"store-{target}")["train"]
+        np.testing.assert_array_equal(exported.labels, splits["train"].labels)
     names = enumerate(("Traffic light", "traffic_light", "car"))
     (warning,) = duplicate_names([ClassName(*entry) for entry in names])
     assert "Traffic light (id 0), traffic_light (id 1)." in warning
