@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import SPLIT_WORDS
+from ssdctl.data.annotations import SPLIT_WORDS, split_of
 from ssdctl.data.image_decode import as_image_error, open_image, read_header
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -51,19 +51,27 @@ def is_image_name(name: str) -> bool:
 
 
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder, following links to folders once."""
-    visited = set()
+    """Yield the relative paths of all files below a folder, and in links that are no cycle.
+
+    Images have the name of each link to their folder; labels have one name in each split.
+    """
+    visited = set[tuple[str, str | None]]()
+    above = dict[str, set[str]]()  # real paths of the folders above, by folder
     for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in visited:
+        real, reals = os.path.realpath(parent), above.pop(parent, set[str]())
+        if real in reals:
             folders.clear()
             continue
-        visited.add(real)
-        folders[:] = [f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))]
+        folders[:] = sorted(
+            f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))
+        )
+        above |= dict.fromkeys((f"{parent}/{f}" for f in folders), reals | {real})
         prefix = os.path.relpath(parent, folder)
         if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
             folders.clear()
-        for file in files:
+        is_repeated = (real, split_of(prefix)) in visited
+        visited.add((real, split_of(prefix)))
+        for file in filter(is_image_name, files) if is_repeated else files:
             yield file if prefix == "." else f"{prefix}/{file}"
 
 
