@@ -113,6 +113,11 @@ def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> li
         text = tree.findtext(f"meta//{tag}", "").strip()
         return whole_number(text, f"{path}: {tag}") if text else default
 
+    if len(tree.findall("meta//task")) > 1 and tree.find("track") is not None:
+        raise DataError(
+            f"{path}: has the tracks of several tasks, whose frames have the same numbers",
+            hint="export each task by itself, and prepare each export",
+        )
     by_frame: dict[int, list[LabeledBox]] = {}
     incomplete = set[int]()
     for track in tree.iterfind("track"):

@@ -295,6 +295,9 @@ def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
     assert (report.images, report.trainable) == (3, 1)
     assert [kind for kind in report.counts() if "may show objects" in kind]
     assert report.notes[-1].endswith("2, such as images/frame_000001.png")
+    (tmp_path / "annotations.xml").write_text(xml.replace(meta, 2 * meta))
+    with pytest.raises(DataError, match="several tasks"):
+        read(tmp_path)
 
 
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:
