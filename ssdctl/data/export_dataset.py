@@ -27,6 +27,7 @@ from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.coco_json import document_of
 from ssdctl.data.image_check import JPEG_FORMATS
 from ssdctl.data.image_decode import Header, encode, open_image, read_header
+from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
@@ -35,7 +36,7 @@ from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
 Target = Literal["coco", "yolo", "voc", "hf"]
-SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
+SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "JPEG2000": ".jp2"}  # others: the format's name
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 ORIENTATION = 0x112  # EXIF's tag; its value is one (1) 16-bit number (3)
 HF_SHARD_BYTES = 400_000_000
@@ -136,7 +137,7 @@ def _images(split: Split, rows: Iterable[int], classes: list[str]) -> Iterator[_
 
 
 def _image_file(split: Split, row: int) -> tuple[bytes, str]:
-    """Return an image without an EXIF orientation, and its suffix."""
+    """Return an image without an EXIF orientation, and its suffix; PNG if no suffix is usual."""
     content = bytes(split.read(row))
     header = _header(content)
     if header.orientation != 1:
@@ -146,10 +147,11 @@ def _image_file(split: Split, row: int) -> tuple[bytes, str]:
             for entry in (struct.Struct("<HHIH"), struct.Struct(">HHIH")):  # in either byte order
                 old, new = (entry.pack(ORIENTATION, 3, 1, n) for n in (header.orientation, 1))
                 content = content.replace(old, new)
-        if _header(content).orientation != 1:
-            content = encode(split.decode(row), "PNG")
         header = _header(content)
-    return content, SUFFIXES.get(header.format) or f".{header.format.lower()}"
+    suffix = SUFFIXES.get(header.format, f".{header.format.lower()}")
+    if suffix not in IMAGE_SUFFIXES or header.orientation != 1:
+        return encode(split.decode(row), "PNG"), ".png"
+    return content, suffix
 
 
 def _header(content: bytes) -> Header:

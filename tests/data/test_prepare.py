@@ -1,6 +1,7 @@
 """prepare writes what the dataset contains, and reports what it drops."""
 
 import io
+import itertools
 import json
 import logging
 import random
@@ -29,6 +30,7 @@ from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
+from ssdctl.data.image_files import is_image
 from ssdctl.data.index import read_annotations, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
@@ -481,8 +483,10 @@ def test_decoded_pixels_are_a_view_of_the_mapped_file(
     np.testing.assert_array_equal(exported.decode(3), pixels)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-@pytest.mark.parametrize("turn", [3, 6, -6])
+@pytest.mark.parametrize(
+    ("kind", "turn"),
+    [*itertools.product(("JPEG", "PNG"), (3, 6, -6)), ("JPEG2000", 1), ("PCX", 1)],
+)
 def test_exported_pixels_are_the_same_in_every_reader(
     dataset: Path, store: Path, tmp_path: Path, kind: str, turn: int
 ) -> None:
@@ -497,6 +501,7 @@ def test_exported_pixels_are_the_same_in_every_reader(
     splits = open_dataset(dataset, store)
     export_dataset(splits, tmp_path / "out", "coco")
     (exported,) = (tmp_path / "out/train2017").glob(f"{image.stem}.*")
+    assert is_image(exported)
     with Image.open(exported) as opened:
         assert opened.getexif().get(ExifTags.Base.Orientation, 1) == 1
         np.testing.assert_array_equal(np.asarray(opened), splits["train"].decode(0))
