@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 import shlex
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -170,6 +171,11 @@ class Conversion(msgspec.Struct, frozen=True):
 AUTOMATIC = Conversion()
 
 
+def nfc(name: str) -> str:
+    """Return a name with umlauts as one character; macOS writes file names with two."""
+    return unicodedata.normalize("NFC", name)
+
+
 def root_folder(root: Path) -> Path:
     """Return the dataset folder, or the folder of the dataset's file."""
     return root.parent if root.is_file() else root
@@ -234,7 +240,9 @@ def from_images(
     they were read.
     """
     if classes is None:
-        classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
+        boxes = (b for images in splits.values() for i in images for b in i.boxes)
+        classes = sorted({nfc(b.name) for b in boxes})
+    classes = list(dict.fromkeys(map(nfc, classes)))
     if not classes:
         raise DataError(f"{origin}: no object is labeled in it")
     usable = {split: splits[split] for split in SPLITS if splits.get(split)}
@@ -262,7 +270,7 @@ def annotations_of_split(
         classes=[ClassName(label, name) for name, label in label_of.items()],
         ids=np.arange(1, len(objects) + 1),
         rows=np.array(rows, np.int32),
-        labels=np.array([label_of[box.name] for box in objects], np.int32),
+        labels=np.array([label_of.get(b.name) or label_of[nfc(b.name)] for b in objects], np.int32),
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
@@ -345,7 +353,7 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
 
 def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
     """Return the annotations with only these classes; images that lose all boxes stay."""
-    names = [c.name for c in annotations.classes]
+    names, chosen = [c.name for c in annotations.classes], [*map(nfc, chosen)]
     for name in chosen:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -370,16 +378,16 @@ def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) ->
     """
     positions: dict[str, list[int]] = {}
     for position, entry in enumerate(actual):
-        positions.setdefault(entry.name, []).append(position)
-    if Counter(c.name for c in expected) != {name: len(p) for name, p in positions.items()}:
+        positions.setdefault(nfc(entry.name), []).append(position)
+    if Counter(nfc(c.name) for c in expected) != {name: len(p) for name, p in positions.items()}:
         return None
-    return [positions[entry.name].pop(0) for entry in expected]
+    return [positions[nfc(entry.name)].pop(0) for entry in expected]
 
 
 def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> str:
     """Return which names only one of the two has, for messages; empty if there are none."""
     missing, extra = (
-        Counter(c.name for c in a) - Counter(c.name for c in b)
+        Counter(nfc(c.name) for c in a) - Counter(nfc(c.name) for c in b)
         for a, b in ((expected, actual), (actual, expected))
     )
     parts = [("missing", missing), ("not in the checkpoint", extra)]

@@ -29,6 +29,7 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     Resolved,
+    nfc,
     one_image_per_file,
     paths_below,
     refuse,
@@ -178,6 +179,9 @@ def read_and_convert(
     options, division = _last_division(root, store) if store else (None, Division())
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
+    for name, part in read.items():
+        names = [msgspec.structs.replace(c, name=nfc(c.name)) for c in part.classes]
+        read[name] = part._replace(classes=names)
     splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}

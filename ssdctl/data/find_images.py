@@ -29,7 +29,6 @@ ambiguous is an error, as is a file that two splits have with different boxes.
 from __future__ import annotations
 
 import itertools
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -40,6 +39,7 @@ from urllib.parse import unquote
 from ssdctl.data.annotations import (
     MAX_NAMED,
     LabeledImage,
+    nfc,
     refuse,
     split_of,
 )
@@ -499,11 +499,6 @@ def notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list[
     ]
     what = "file names that are not paths below the image folder, matched to the files there"
     return [f"{what}: {len(other):,}, such as {pair}" for pair in other[:1]]
-
-
-def nfc(name: str) -> str:
-    """Return a name with umlauts as one character; macOS writes file names with two."""
-    return unicodedata.normalize("NFC", name)
 
 
 def label_folder(labels: Path, root: Path) -> str:

@@ -24,7 +24,7 @@ from PIL import Image
 
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
-from ssdctl.data.annotations import ClassName
+from ssdctl.data.annotations import ClassName, nfc
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.data.tiles import Window, tile_windows
@@ -186,6 +186,7 @@ def detect_ahead(
 
 def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
     """Return the labels of the chosen classes, or all; UsageError for an unknown name."""
+    names, chosen = [*map(nfc, names)], [*map(nfc, chosen)]
     for name in chosen:
         if name not in names:
             lower = {name.lower(): name for name in names}

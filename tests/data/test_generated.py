@@ -39,10 +39,9 @@ from hypothesis import Phase, given, note
 from ssdctl.config import Config, DataConfig, PrepareConfig
 from ssdctl.config.resolve import parse_assignments, resolve
 from ssdctl.data import store_folder
-from ssdctl.data.annotations import AUTOMATIC, Annotations
+from ssdctl.data.annotations import AUTOMATIC, Annotations, nfc
 from ssdctl.data.dataset import read_dataset, resolve_images
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.find_images import nfc
 from ssdctl.data.open_dataset import annotations_of, open_dataset, prepare_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome

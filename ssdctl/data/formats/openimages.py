@@ -21,6 +21,7 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    nfc,
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted, label_folder
@@ -78,7 +79,7 @@ def _class_names(root: Path) -> dict[str, str]:
         header = csv_header(path)
         if len(header) == 2 and (header[0] == "LabelName" or header[0].startswith("/m/")):
             rows = (row for _, row in csv_rows(path, MAX_NAMES_BYTES) if len(row) == 2)
-            names |= {label: name for label, name in rows if label.startswith("/") and name}
+            names |= {label: nfc(name) for label, name in rows if label.startswith("/") and name}
     counts = Counter(names.values())
     return {k: f"{v} ({k})" if counts[v] > 1 else v for k, v in names.items()}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, nfc
 from ssdctl.data.formats import csv_files, csv_header, csv_rows, from_files, numbers
 from ssdctl.data.image_files import dataset_folder, is_image
 from ssdctl.errors import DataError
@@ -61,7 +61,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     if not files:
         raise DataError(f"{path}: no CSV file with rows of {','.join(ORDER)}")
     images = {file: _images(file) for file in files}
-    used = {box.name for part in images.values() for i in part.values() for box in i.boxes}
+    used = {nfc(box.name) for part in images.values() for i in part.values() for box in i.boxes}
     return from_files(root, images, image_dir, notes, _classes(root, used, notes))
 
 
@@ -91,7 +91,7 @@ def _classes(root: Path, used: set[str], notes: list[str]) -> list[str] | None:
         if len(csv_header(file)) != 2:
             continue
         rows = [row for _, row in csv_rows(file, MAX_BYTES) if len(row) == 2 and row[1].isdigit()]
-        names = [name for name, _ in sorted(rows, key=lambda row: int(row[1]))]
+        names = [nfc(name) for name, _ in sorted(rows, key=lambda row: int(row[1]))]
         if used and used <= set(names) and len(set(names)) == len(names):
             return names
         if absent := sorted(used - set(names)) if used & set(names) else []:

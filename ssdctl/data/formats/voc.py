@@ -22,12 +22,13 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    nfc,
     place,
     refuse,
     split_of,
     without_copies,
 )
-from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, nfc, stem_of
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, stem_of
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
     files_below,

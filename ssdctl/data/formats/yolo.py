@@ -24,12 +24,13 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    nfc,
     note_copies,
     place,
     refuse,
     split_of,
 )
-from ssdctl.data.find_images import ImageFinder, Wanted, nfc, parts_of
+from ssdctl.data.find_images import ImageFinder, Wanted, parts_of
 from ssdctl.data.formats import in_pixels, read_lines
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -220,7 +221,7 @@ def _read_names(path: Path) -> list[str]:
     """Return the class names of a file, one per line; only the last lines may be blank."""
     with read_errors(path):
         text = read_text(path, MAX_LABEL_BYTES).rstrip()
-    names = [line.strip() for line in text.splitlines()]
+    names = [nfc(line.strip()) for line in text.splitlines()]
     if "" in names:
         raise DataError(
             f"{path}:{names.index('') + 1}: a blank line before other class names",
@@ -238,6 +239,7 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
         names = [names[n] for n in numbers]
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise DataError(f"{path}: names must be a list or a table of class names")
+    names = [*map(nfc, names)]
     count = content.get("nc", str(len(names)))
     if count != str(len(names)):
         raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")

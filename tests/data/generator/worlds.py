@@ -229,7 +229,8 @@ class Tree:
     def write(self, path: str, content: str | bytes) -> None:
         file = self.root / normalize(self.form, path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        content = content.encode() if isinstance(content, str) else content
+        if isinstance(content, str):  # the form of names may differ from file to file
+            content = normalize(("NFC", self.form)[len(self.files) % 2], content).encode()
         self.files.add(file)
         if not file.is_file() or file.read_bytes() != content:
             file.write_bytes(content)
