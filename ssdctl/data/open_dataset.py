@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,15 +79,16 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         options = msgspec.structs.replace(
             options, verify_images=True, keep_damaged=chosen.keep_damaged
         )
-    return prepare(
-        root,
-        folder,
-        options,
-        msgspec.structs.replace(given, **remembered),
-        force=force,
-        is_remembered=given.split is None,
-        progress=progress,
-    )
+    with _errors_of_last_time(root, folder, kept):
+        return prepare(
+            root,
+            folder,
+            options,
+            msgspec.structs.replace(given, **remembered),
+            force=force,
+            is_remembered=given.split is None,
+            progress=progress,
+        )
 
 
 def _last(root: Path, folder: Path) -> Conversion:
@@ -100,6 +102,29 @@ def _last(root: Path, folder: Path) -> Conversion:
     if (root / TOML).is_file():  # it takes precedence over the other formats
         return msgspec.structs.replace(made.conversion, source=None)
     return made.conversion
+
+
+@contextlib.contextmanager
+def _errors_of_last_time(root: Path, folder: Path, remembered: Conversion) -> Iterator[None]:
+    """Raise DataError for a remembered option that does not fit the dataset any more."""
+    try:
+        yield
+    except UsageError as error:
+        option = str(error).split()[0].rstrip(":")
+        if f"{option} " not in str(remembered):
+            raise
+        other = prepare_command(root, folder, option, "...")
+        hint = f"{other} replaces it; remove {folder} to forget it"
+        raise DataError(
+            f"{error} (remembered from the last prepare)",
+            hint="; ".join(filter(None, (error.hint, hint))),
+        ) from None
+
+
+def _read_as_last_time(root: Path, folder: Path) -> dict[str, Annotations]:
+    last = _last(root, folder)
+    with _errors_of_last_time(root, folder, last):
+        return read_dataset(root, last, store=folder, is_remembered=True)
 
 
 def open_dataset(
@@ -140,15 +165,17 @@ def _changes(root: Path, folder: Path) -> list[str] | None:
 
 
 def _index(root: Path, folder: Path, progress: Progress) -> None:
-    outcome = prepare(
-        root,
-        folder,
-        PrepareConfig(pack=False),
-        _last(root, folder),
-        is_remembered=True,
-        keep_images=True,
-        progress=progress,
-    )
+    last = _last(root, folder)
+    with _errors_of_last_time(root, folder, last):
+        outcome = prepare(
+            root,
+            folder,
+            PrepareConfig(pack=False),
+            last,
+            is_remembered=True,
+            keep_images=True,
+            progress=progress,
+        )
     for report in outcome.splits:
         for kind, count in report.counts().items():
             log.info("  %s: %d x %s", report.split, count, kind)
@@ -224,7 +251,7 @@ def count_images(
             rows = fold_rows(train, fold, group)
             train, num_val, warnings = without_images(train, rows), len(rows), ()
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
-    unprepared = read_dataset(root, _last(root, folder), store=folder, is_remembered=True)
+    unprepared = _read_as_last_time(root, folder)
     annotations = require_split(unprepared, "train", root)
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
     if changed or has_packed_images(folder) or not is_known or fold is not None:
@@ -282,7 +309,7 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """
     require_root(root)
     if not is_prepared(root, folder):
-        return read_dataset(root, _last(root, folder), store=folder, is_remembered=True)
+        return _read_as_last_time(root, folder)
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

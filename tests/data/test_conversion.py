@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path, PurePath
 
 import pytest
+from conftest import Cli
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, Labeled
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import Division, divided, next_division, series_warning
 from ssdctl.data.index import read_images, read_made
-from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, UsageError
 
@@ -73,7 +74,9 @@ def test_a_note_of_the_reader_belongs_to_one_split(tmp_path: Path) -> None:
     assert [len(split.notes) for split in splits.values()] == [2, 0]
 
 
-def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path: Path) -> None:
+def test_the_index_remembers_how_the_dataset_was_read(
+    undivided: Path, tmp_path: Path, cli: Cli
+) -> None:
     before, store = contents(undivided), tmp_path / "store"
     conversion = Conversion("coco", 0.75, ("ball", "star"))
     prepare(undivided, store, INDEX_ONLY, conversion)
@@ -82,8 +85,12 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
     prepare(undivided, store, INDEX_ONLY, conversion)
     path = undivided / "annotations/instances_train2017.json"
     path.write_text(path.read_text().replace('"star"', '"bull"'))
-    with pytest.raises(UsageError, match="'star'"):  # it is read again, with the same options
-        open_dataset(undivided, store)
+    for read in (open_dataset, count_images):  # it is read again, with the same options
+        with pytest.raises(DataError, match=r"'star'.*remembered"):
+            read(undivided, store)
+    result = cli("prepare", "--data", undivided, "--store", store)
+    assert (result.code, "--store" in result.err) == (3, True), result.err
+    assert cli("prepare", "--data", undivided, "--store", store, "--classes", "star").code == 2
     path.write_text(path.read_text().replace('"bull"', '"star"'))
     splits = open_dataset(undivided, store)
     assert [c.name for c in splits["val"].classes] == ["ball", "star"]
