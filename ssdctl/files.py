@@ -376,6 +376,11 @@ def is_plain_name(name: str) -> bool:
     return ".." not in name or ".." not in name.split("/")
 
 
+def is_utf8(name: str) -> bool:
+    """Return whether the name of a file is text, not bytes of another encoding."""
+    return name.isascii() or name == name.encode("utf-8", "replace").decode()
+
+
 def free_name(name: str, taken: set[str]) -> str:
     """Return a name that is not taken, `name` or `name-2` and so on, and take it."""
     free, number = name, 2

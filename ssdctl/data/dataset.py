@@ -51,6 +51,7 @@ from ssdctl.data.image_files import (
 )
 from ssdctl.data.sources import read_sources
 from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.files import is_utf8
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS
 from ssdctl.runtime.safe_text import counted, quoted, quoted_folder
@@ -361,6 +362,10 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     """Merge entries of one file, and take absent image sizes from the files."""
     annotations = one_image_per_file(annotations)
     folder, names, sizes = annotations.folder, annotations.file_names, annotations.sizes
+    wrong = [repr(name) for name in names if not is_utf8(name)]
+    refuse(
+        folder, "names of images that are not UTF-8", wrong, "rename the images and their labels"
+    )
     if len(num_bytes) != len(names):
         num_bytes = file_sizes(folder, names)
     unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]

@@ -407,7 +407,7 @@ def _prepare_split(
             *copies(versions, annotations.sizes, objects, is_usable & (counts > 0)),
             *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
         ],
-        notes=[*annotations.notes],
+        notes=[note.encode(errors="backslashreplace").decode() for note in annotations.notes],
     )
     refuse_empty(report, annotations.origin)
     if not store.config.allow_dropped:

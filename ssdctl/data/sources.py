@@ -27,7 +27,7 @@ from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
 from ssdctl.errors import SsdctlError
-from ssdctl.files import open_regular, read_errors, write_bytes
+from ssdctl.files import is_utf8, open_regular, read_errors, write_bytes
 from ssdctl.runtime.safe_text import counted
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
@@ -69,8 +69,11 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
 
 
 def _without_runs(names: Iterator[str], store: str) -> list[str]:
-    """Return the files below a dataset folder that are neither in the store nor in a run folder."""
-    files = list(names)
+    """Return the files below a dataset folder that are neither in the store nor in a run folder.
+
+    Files whose names are not UTF-8 are left out: those of images and their labels are refused.
+    """
+    files = list(filter(is_utf8, names))
     runs = (name.rpartition("/")[0] for name in files if name.endswith(RUN_FILE))
     left_out = tuple(f"{folder}/" for folder in {store, *runs} if folder)
     return [name for name in files if not name.startswith(left_out)]

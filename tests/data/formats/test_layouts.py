@@ -361,6 +361,15 @@ def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli:
     prepared(cli, tmp_path, "--allow-dropped")
 
 
+def test_names_that_are_not_utf8(tmp_path: Path, cli: Cli) -> None:
+    name, label = os.fsdecode(b"M\xfcller"), "0 .5 .5 .2 .4"
+    exports.tree(tmp_path, {"images/a.png": None, "labels/a.txt": label, "classes.txt": "x"})
+    exports.tree(tmp_path, {f"{name}.txt": label, "images/x": ""})
+    prepared(cli, tmp_path, "--no-pack")
+    shutil.copy(tmp_path / "images/a.png", tmp_path / f"images/{name}.png")
+    assert "UTF-8" in refused(cli, "prepare", "--data", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
