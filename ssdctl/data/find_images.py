@@ -289,14 +289,21 @@ class ImageFinder:
 
     def _options(self, entry: Wanted, name: str) -> list[_Option]:
         names = name.split("/")
-        files = self.by_stem.get(names[-1], []) if entry.is_label_file else []
-        if not files:  # a label file's name may have the suffix of its image: a.jpg.txt
-            files = self.by_stem.get(stem_of(names[-1]), [])
-            if is_image_name(names[-1]):
-                files = [file for file in files if self.files[file][-1] == names[-1]]
+        stem, base_name = names[-1], ""
+        # A label file's name may have the suffix of its image: a.jpg.txt
+        if not (entry.is_label_file and stem in self.by_stem) and is_image_name(stem):
+            stem, base_name = stem_of(stem), stem
+        files = self.by_stem.get(stem, [])
+        near = files if len(names) > 1 else []
+        if len(near) > FEW:
+            near = self._by_parent.get((stem, names[-2]), [])
+
+        def fitting(files: list[str]) -> list[_Option]:
+            named = [f for f in files if base_name in ("", self.files[f][-1])]
+            return self._fitting(entry, names, named)
+
         # Others are worse, and a video's frames have the names of those of each other video.
-        near = [f for f in files if len(names) > 1 and self.files[f][-2:-1] == names[-2:-1]]
-        return self._fitting(entry, names, near) or self._fitting(entry, names, files)
+        return fitting([f for f in near if self.files[f][-2:-1] == names[-2:-1]]) or fitting(files)
 
     def _exact_options(self, entry: Wanted, name: str) -> list[_Option]:
         """Return the files to which the path of a label file is an exact one."""
@@ -309,6 +316,15 @@ class ImageFinder:
             found = (item for key in keys for item in self._by_folders.get(key, ()))
             files = [file for _, file in sorted(found)]
         return [option for option in self._fitting(entry, names, files) if option.is_exact]
+
+    @cached_property
+    def _by_parent(self) -> dict[tuple[str, ...], list[str]]:
+        """Files by stem and by the name of their folder, if many have the stem."""
+        files = dict[tuple[str, ...], list[str]]()
+        for stem, several in self.by_stem.items():
+            for file in several if len(several) > FEW else ():
+                files.setdefault((stem, *self.files[file][-2:-1]), []).append(file)
+        return files
 
     @cached_property
     def _by_folders(self) -> dict[tuple[str, ...], list[tuple[int, str]]]:

@@ -18,12 +18,13 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    nfc,
     place,
     refuse,
     split_of,
     without_copies,
 )
-from ssdctl.data.find_images import ImageFinder, Wanted
+from ssdctl.data.find_images import ImageFinder, Wanted, stem_of
 from ssdctl.data.formats import around, read_json, some_json_files, with_words
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads
 from ssdctl.errors import DataError
@@ -105,8 +106,10 @@ def _image_files(
 
 def _others(finder: ImageFinder, file: PurePosixPath, image: PurePosixPath) -> list[str]:
     """Return the images beside a label file or its image that have the label file's name."""
-    named, folders = finder.with_stem(file.stem), (file.parent, image.parent)
-    return [n for n in named if str(image) not in named and PurePosixPath(n).parent in folders]
+    if nfc(stem_of(image.name)) == nfc(file.stem):
+        return []
+    folders = (file.parent, image.parent)
+    return [n for n in finder.with_stem(file.stem) if PurePosixPath(n).parent in folders]
 
 
 def _labeled(path: Path, content: _File, image: str, counts: Counter[str]) -> LabeledImage:
