@@ -250,5 +250,5 @@ def export(
     result: dict[str, Any] = {"out": str(out), "to": to, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     call.console.result(result, f"{out}: {written} images")
-    if to != "hf":
+    if to == "coco" or (to != "hf" and "train" in splits):
         call.console.closing([], [f"ssdctl prepare --data {quoted(out)}"])

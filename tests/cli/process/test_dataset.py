@@ -71,6 +71,16 @@ def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
         assert Path("data.yaml").is_file()
 
 
+def test_the_next_command_reads_the_export(dataset: Path, cli: Cli) -> None:
+    for file in dataset.glob("annotations/*[nt].json"):
+        file.unlink()
+    for target in ("coco", "yolo"):
+        options = ("--store", "new", "--to", target, "--out", target)
+        result = cli("dataset", "export", dataset, *options)
+        assert result.code == 0, result.err
+        assert ("ssdctl prepare" in result.err) == (cli("prepare", "--data", target).code == 0)
+
+
 def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
     for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
         result = cli(*command.split(), "--out", dataset / "images/new")
