@@ -247,7 +247,9 @@ def from_images(
         raise DataError(f"{origin}: no object is labeled in it")
     usable = {split: splits[split] for split in SPLITS if splits.get(split)}
     if "train" not in usable:
-        raise DataError(f"{origin}: no images to train on")
+        only = f", only of the split {' and '.join(usable)}" if usable else ""
+        hint = "rename the file or folder that names the split, to train on it" if usable else None
+        raise DataError(f"{origin}: no images to train on{only}", hint=hint)
     empty = [f"the split {s} lists no images" for s, images in splits.items() if not images]
     result = {s: annotations_of_split(i, classes, folder, origin) for s, i in usable.items()}
     return {**result, "train": result["train"]._replace(notes=[*notes, *empty])}

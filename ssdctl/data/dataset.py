@@ -96,6 +96,8 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
     if name in splits:
         return splits[name]
     remedy = "name its images and annotations in dataset.toml"
+    if name == "train":
+        remedy += ", or read a file as training images: --data FILE"
     if name == "val":
         remedy += f", or create one with `{prepare_command(root, None, '--split', '0.9')}`"
     raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
@@ -479,6 +481,10 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     for file in files:
         if name := _format_not_read(file):
             return f"{file} is of the format {name}, which is not read: {NOT_READ[name][1]}"
+    for file in [f for f in files if f.suffix.lower() == ".json"][:MAX_READ]:
+        if split_of(file.as_posix()) == "test" and coco.is_coco_file(folder / file):
+            option = f"--data {quoted(folder / file)}"
+            return f"{file} is only a test split: {option} reads it as training images"
     stems = {file.stem for file in files if is_image(file)}
     texts = [file for file in files if file.suffix.lower() == ".txt" and file.stem in stems]
     for file in texts[:MAX_READ]:

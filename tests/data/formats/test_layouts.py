@@ -100,6 +100,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     ("files", "found", "hint"),
     [
         ({"a.jpg": "", "p.vott": "{}"}, r"p\.vott", "vott_json"),
+        ({"test.json": '{"images": "annotations" "categories"'}, r"test\.json", "test.json reads"),
         ({"images/P1.png": "", "labelTxt/P1.txt": "imagesource:x"}, r"P1\.txt", "DOTA2COCO.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
         (
@@ -243,6 +244,12 @@ def test_broken_lines_of_tables(
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match=words):
+        read(tmp_path)
+
+
+def test_a_dataset_without_training_images_names_its_split(tmp_path: Path) -> None:
+    (exports.tf_csv(tmp_path) / "data/train_labels.csv").unlink()
+    with pytest.raises(DataError, match="only of the split val"):
         read(tmp_path)
 
 
