@@ -3,7 +3,7 @@
 The names come from data.yaml (a list or a table), from Darknet's `*.data`, from classes.txt, or
 from the only `*.names`. Images are those that data.yaml or `*.data` names, as folders, lists or
 files, if they are below the dataset folder, or those of the usual folders. A line may also be a
-polygon, or have keypoints after the box.
+polygon, or have keypoints after the box if data.yaml has `kpt_shape`.
 """
 
 from __future__ import annotations
