@@ -303,11 +303,12 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
         left, top, right, bottom = numbers(
             [item.findtext(f"bndbox/{side}", "") for side in ("xmin", "ymin", "xmax", "ymax")]
         )
-        is_crowd = int(item.findtext("difficult", "0").strip() or 0) == 1
     except ValueError:
         raise DataError(
             f"{path}: object {number} ({name}) lacks a bndbox of four numbers"
         ) from None
+    difficult = item.findtext("difficult", "").strip() or "0"
+    is_crowd = whole_number(difficult, f"{path}: object {number} ({name}): difficult") == 1
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
 
 

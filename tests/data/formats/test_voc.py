@@ -96,6 +96,7 @@ def test_a_size_is_a_whole_number_or_absent(tmp_path: Path, side: str, width: in
         ('<!DOCTYPE a [<!ENTITY b "bb">]><annotation>&b;</annotation>', "document type"),
         (xml(thing("", 1, 1, 2, 2)), "a.xml: object 1"),
         (xml(thing("cat", 1, 1, "two", 2)), r"a.xml: object 1 \(cat\)"),
+        (xml(thing("cat", 1, 1, 2, 2, more="<difficult>no</difficult>")), "difficult: 'no'"),
         (xml("<object><name>cat</name></object>"), r"a.xml: object 1 \(cat\)"),
         (xml("<object><name>cat</name><polygon><pt><x>1</x></pt></polygon></object>"), "LabelMe"),
         (xml(), "no object"),
