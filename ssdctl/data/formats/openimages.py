@@ -77,7 +77,7 @@ def _class_names(root: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     for path in csv_files(root):
         header = csv_header(path)
-        if len(header) == 2 and (header[0] == "LabelName" or header[0].startswith("/m/")):
+        if len(header) == 2 and (header[0] == "LabelName" or header[0].startswith(("/m/", "/g/"))):
             rows = (row for _, row in csv_rows(path, MAX_NAMES_BYTES) if len(row) == 2)
             names |= {label: nfc(name) for label, name in rows if label.startswith("/") and name}
     counts = Counter(names.values())

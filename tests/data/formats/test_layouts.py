@@ -328,7 +328,7 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     header, first, *others = file.read_text().splitlines()
     group = first.rpartition(",")[0] + f",{flag}"
     absent = "absent,x,/m/00,1,0,0.5,0,0.5,0,0"
-    rows = [header, group, *others, first.replace("/m/00", ""), absent]
+    rows = [header, group, *others, first.replace("/g/00", ""), absent]
     file.write_text("\ufeff" + "\n".join(rows), "utf-8")
     train = read(tmp_path)["train"]
     assert [c.name for c in train.classes] == list(exports.NAMES)

@@ -266,7 +266,7 @@ def cvat_xml(world: World, tree: Tree) -> None:
 def openimages(world: World, tree: Tree) -> None:
     quoting = csv.QUOTE_ALL if "quoted" in world.flags else csv.QUOTE_MINIMAL
     header = "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf"
-    mids = {name: f"/m/0{n}" for n, name in enumerate(world.classes)}
+    mids = {name: f"/{'m' if n else 'g'}/0{n}" for n, name in enumerate(world.classes)}
     for split in world.splits:
         word = {"val": "validation"}.get(split, split)
         rows: list[Iterable[object]] = [header.split(",")]
