@@ -17,6 +17,7 @@ from ssdctl.data.annotations import (
     Annotations,
     ClassName,
     Finding,
+    refuse,
 )
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -71,6 +72,8 @@ def check(annotations: Annotations) -> Checked:
     """Check the annotations of a split; refuse unsafe file names, invalid sizes, no classes."""
     if not annotations.classes:
         raise DataError(f"{annotations.origin}: no categories")
+    nameless = [f"category {c.id}" for c in annotations.classes if not c.name.strip()]
+    refuse(annotations.origin, "classes without a name", nameless, "give each a name")
     _check_images(annotations)
     has_box = np.asarray(~np.isnan(annotations.boxes).any(axis=1))
     findings = [

@@ -102,6 +102,7 @@ def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9)
         ("annotations", [thing(5, image=4)], "images that the file does not list: 5 .image 4."),
         ("categories", [{"id": 12, "name": n} for n in "ab"], "duplicate category ids: 12"),
         ("categories", [], "no categories"),
+        ("categories", [{"id": 12, "name": " "}], "without a name: category 12"),
         ("images", [image(name="../x.jpg")], "not a plain path"),
         ("images", [image(name="/etc/passwd")], "not a plain path"),
         ("images", [image(width=0)], "size 0 x 9"),
