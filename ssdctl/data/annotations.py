@@ -329,7 +329,7 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
 
     Otherwise each entry would have the other's objects as background.
     """
-    names, ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
+    names, ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes.copy()
     first: dict[str, int] = {}
     rows = np.array([first.setdefault(name, row) for row, name in enumerate(names)], np.int32)
     if len(first) == len(names):
@@ -337,7 +337,9 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
     is_first = rows == np.arange(len(names))
     findings = list(annotations.findings)
     for row in np.flatnonzero(~is_first):
-        if (sizes[row] != sizes[rows[row]]).any():
+        if not sizes[rows[row]].all():
+            sizes[rows[row]] = sizes[row]
+        elif sizes[row].all() and (sizes[row] != sizes[rows[row]]).any():
             both = [f"image {ids[r]} of {sizes[r][0]} x {sizes[r][1]}" for r in (rows[row], row)]
             raise DataError(
                 f"{annotations.origin}: {names[row]}: is listed twice, as {' and as '.join(both)}",
@@ -349,7 +351,7 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
     findings = [
         msgspec.structs.replace(f, image_id=firsts.get(f.image_id, f.image_id)) for f in findings
     ]
-    merged = annotations._replace(rows=rows[annotations.rows], findings=())
+    merged = annotations._replace(rows=rows[annotations.rows], sizes=sizes, findings=())
     return merged.with_images(is_first)._replace(findings=findings)
 
 

@@ -85,7 +85,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
                 is_path = folder == "images" and "other machine" not in world.flags
                 is_path &= not is_bare and STRAY not in world.decoys  # which the short name means
                 again = path if is_path else dot + name
-                entries.append({"id": n + 500, "file_name": again, **size})
+                entries.append({"id": n + 500, "file_name": again, **(size if n % 2 else {})})
             for k, thing in enumerate(picture.things):
                 boxes.append(
                     {
