@@ -184,6 +184,7 @@ def test_figures_are_those_that_were_measured() -> None:
     results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
     page = prose(ROOT / "docs/performance.md")
     table = page[page.index("## What is fast") : page.index("## Make your run faster")]
+    assert all(row in results for row in table.splitlines() if " ms |" in row)
     rows_of_it = [row.split("|") for row in table.splitlines() if row.startswith("| ")][1:]
     cells = " ".join(cell for row in rows_of_it for cell in row[2:4])  # ours and the compared one
     numbers = re.findall(r"(?<![\w.])\d[\d,.]*\d\b", cells)

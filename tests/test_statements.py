@@ -79,6 +79,7 @@ def test_devices() -> None:
             continue
         kind = DEVICE_TYPES[device.split()[-1].strip("`")]
         assert {*spans(executions)} - {"hpu_backend"} == {*kind.executions}
+        assert spans(executions)[0] == kind.executions[0] or "is the default" in executions
         assert {*re.findall(r"\b[bf]\w*\d\d", precisions)} == {*kind.precisions}
 
 
@@ -105,15 +106,16 @@ def test_columns_of_the_store() -> None:
             assert words == re.sub(r"\bfloat\b", "float32", kind_in_file), name
 
 
-def _number(text: str) -> float | None:
+def _value(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return None
+        return text.lower() or "true"  # of an option without a value
 
 
 def defaults_in(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the options that a page gives a default: `--x` (600), `--x N`, 128 by default."""
+    """Yield the options that a page gives a default: `--x` (600), `--x N`, 128 by default, `--x` (the default)."""
+    yield from re.findall(r"`(--[\w-]+) ?(\w*)` \(the default\)", text)
     yield from re.findall(r"`(--[\w-]+)[^`]*` \(([\d,.]+)\)", text)
     yield from re.findall(r"`(--[\w-]+) [A-Z]+`,\s+([\d,.]+)\s+by\s+default", text)
 
@@ -129,8 +131,8 @@ def test_defaults_are_those_of_the_options() -> None:
     found = [pair for page in PAGES for pair in defaults_in(prose(page))]
     assert len(found) > 1
     for flag, text in found:
-        values = {_number(str(value)) for value in options[flag]}
-        assert _number(text.replace(",", "")) in values, (flag, text, options[flag])
+        values = {_value(str(value)) for value in options[flag]}
+        assert _value(text.replace(",", "")) in values, (flag, text, options[flag])
 
 
 def test_exit_codes_are_those_of_the_code() -> None:

@@ -165,8 +165,9 @@ def as_option(draw: Any, setting: Setting, value: Value) -> Typed:
         if alias.startswith("--") and find_row(alias, "", is_own=False) is None
     ]
     if setting.is_flag:
-        flag = draw(st.sampled_from(setting.flags))
-        return Typed(setting.path, "option", flag, (flag,), Value("", flag == setting.flags[0]))
+        flag, _, text = draw(st.sampled_from([*setting.flags, *aliases])).partition("=")
+        is_on = text != "false" and flag not in setting.flags[1:]
+        return Typed(setting.path, "option", flag, (flag,), Value("", is_on))
     if setting.choice_flags:
         flag = draw(st.sampled_from(setting.flags))
         return Typed(setting.path, "option", flag, (flag,), Value("", flag.removeprefix("--")))
@@ -288,6 +289,7 @@ PLANNED = {
     "train.eval_at": "1 2,9",
     "train.eval_every": "0 1 1st 9ep x",
     "train.execution": "eager compile lazy",
+    "train.fold": "1/2 9/9 99/99",
     "train.freeze": "0 4 5",
     "train.init": "CKPT absent.pt . hf://absent",
     "train.limit_train": "1 5 100",
@@ -368,6 +370,7 @@ def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int
     drawn = st.lists(PLAN_OPTION, min_size=1, max_size=3, unique_by=lambda o: o.partition("=")[0])
     check_all(check, examples, options=drawn)
     known = [["--out=RUN", "--resume-changed"], ["--overfit=20"], ["--overfit=5", "--fake-data"]]
+    known.append(["--fold=1/2"])
     check_all(check, len(known), options=st.sampled_from(known))
 
 
@@ -630,6 +633,8 @@ def test_a_line_of_another_program_is_refused_at_once(examples: int) -> None:
             assert all(": use " in line or ": leave it out" in line for line in lines), problem
         assert "Traceback" not in problem
         assert not problem or any(flag in problem for flag in flags), problem
+        lists = [v for flag, *v in options if v[1:] and flag != "--evaluation"]  # counts from 0
+        assert all(",".join(values) in problem for values in lists), problem
 
     options = st.lists(FOREIGN | OWN, min_size=1, max_size=5, unique_by=lambda words: words[0])
     names = st.sampled_from(["train", "train", "launch", "evaluate x.pt", "benchmark train"])

@@ -299,7 +299,9 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
         }
         assert any(is_true and text in problem for text, is_true in reasons.items()), problem
         return
-    after = world if is_tool else edited(world._replace(edit="move a box"))
+    before = check_divided(world, tree, store, kept, is_grouped)
+    edit = "add an image" if is_whole else "move a box"
+    after = world if is_tool else edited(world._replace(edit=edit))
     new = tree if is_tool else rewrite(after, tree)
     for file in new.files:
         file.touch()
@@ -311,7 +313,8 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
         root, used = dataset_folders(config.data)
         open_dataset(root, used)
         assert is_tool or ("read-only" in world.options) == (cache in used.parents)
-        check_divided(after, new, used, kept, is_grouped)
+        parts = check_divided(after, new, used, kept, is_grouped)
+        assert used != store or before.items() <= parts.items(), "images are in another part"
     if is_whole and not is_tool and "later val" in world.options and world.layout in GROWING:
         after = with_val(after)
         new = rewrite(after, new)
@@ -326,8 +329,11 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
 
 def check_divided(
     world: World, tree: Tree, store: Path, kept: Collection[str], is_grouped: bool
-) -> None:
-    """Every image is in one part, groups are whole, and only the kept classes are left."""
+) -> dict[str, str]:
+    """Every image is in one part, groups are whole, and only the kept classes are left.
+
+    Return the part of each image.
+    """
     truth = {
         split: {path: things_of(p, kept) for path, p in part.items()}
         for split, part in present(tree, world).items()
@@ -346,6 +352,7 @@ def check_divided(
     check_index(tree.data, store, truth, lost_of(tree), ALL[world.layout][0])
     names = {c.name for c in open_splits(tree.data, store)["train"].classes}
     assert not kept or names == set(kept)
+    return {path: split for split, part in truth.items() for path in part}
 
 
 def lost_of(tree: Tree) -> set[str]:
@@ -416,7 +423,7 @@ def check_world(world: World, folder: Path) -> None:
     splits, truth = open_splits(tree.data, store), present(tree, world)
     for split, pictures in truth.items():
         check_pixels(splits[split], pictures.values(), layout.tolerance)
-    for augment in ("none", "ssd"):
+    for augment in ("none", "ssd-zoom"):
         check_batches(splits["train"], truth["train"].values(), augment)
     target = ("coco", "yolo", "voc")[len(world.pictures) % 3]
     note(f"ssdctl dataset export {shlex.quote(str(tree.data))} --to {target} --out out")

@@ -35,7 +35,7 @@ result = ssdctl.train("shapes", out="OUT", steps=2, **TINY)
 result = ssdctl.train("shapes", out="OUT", steps=1, config=ssdctl.configure(train={"deterministic": True}), **TINY)
 result = ssdctl.train("shapes", out="OUT", steps=2, init="run", config=ssdctl.configure(train={"ema": 0.9, "augment": "ssd"}), **TINY)
 result = [ssdctl.train("shapes", out="OUT", steps=n, **TINY) for n in (1, 2)]
-result = [s.loss for s in ssdctl.Trainer("shapes", out="OUT", steps=2, **TINY)]
+result = [[s.loss for s in ssdctl.Trainer("shapes", out=f"OUT-{n}", steps=3, config=ssdctl.configure(train={"ema": 0.9, "eval_every": n}), **TINY)] for n in ("1st", "3st")]; assert result[0] == result[1]
 result = [s.loss for s in islice(ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY), 2)]
 trainer = ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY); result = next(iter(trainer)).loss; del trainer
 with ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY) as trainer: result = [next(iter(trainer)).loss, trainer.evaluate(), trainer.save(), trainer.model]
@@ -84,6 +84,7 @@ STOPPED = """
 ssdctl.train("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGTERM)], **TINY)
 ssdctl.train("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGINT, signal.SIGINT)], **TINY)
 trainer = ssdctl.Trainer("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGHUP)], **TINY); result = next(iter(trainer)).loss; trainer.close(); assert threading.active_count() == 1
+a, b = (ssdctl.Trainer("shapes", out=f"OUT-{n}", steps=9, observers=[Stopping(signal.SIGTERM)] * (n == "b"), **TINY) for n in "ab"); x, y = iter(a), iter(b); next(x), next(y); a.close(); list(y)
 """
 # What programs do with their own state; the calls after it give the same results.
 OWN = """

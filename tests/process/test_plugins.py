@@ -200,14 +200,18 @@ PARTS = [
     for name in [*names.split(), "module"]
 ]
 RAISES = (
-    "raise ValueError('pieces')",
+    "import json; json.loads('pieces')",  # raised in a library
     "raise OSError(2, 'pieces', 'pieces')",
     "raise KeyError",
     "raise SystemExit(1)",
     "import absent_package",
     "from ssdctl.errors import DataError; raise DataError('pieces')",
 )
-RETURNS = ("return 5j", "return b'bytes'", "return []", "return object()", "return lambda *_: None")
+RETURNS = (
+    *("return 5j", "return b'bytes'", "return []", "return object()", "return lambda *_: None"),
+    "import numpy; return numpy.zeros((300, 300, 3))",
+    "return {'train': 5}",
+)
 # What replaces a function: of the module, of the network that it builds, of the device that it opens.
 INJECTION = """
 

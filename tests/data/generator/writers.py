@@ -119,9 +119,10 @@ def yolo_label(picture: Picture, world: World) -> str:
     lines = []
     for thing in picture.things:
         left, top, right, bottom = corners(thing)
-        values = [left, top, right, top, right, bottom, left, bottom]
+        x, y = (left + right) / 2, (top + bottom) / 2
+        values = [x, top, right, y, x, bottom, left, y]
         if "polygons" not in world.flags:
-            values = [(left + right) / 2, (top + bottom) / 2, thing.width, thing.height]
+            values = [x, y, thing.width, thing.height]
         sides = (picture.width, picture.height)
         fractions = " ".join(f"{v / sides[n % 2]:.7f}" for n, v in enumerate(values))
         lines.append(f"{world.classes.index(thing.name)} {fractions}\n")
