@@ -1,6 +1,8 @@
 """Shared fixtures: a small shapes dataset, a tiny trained run, the command line in-process, a web
 server. Markers: see CONTRIBUTING.md."""
 
+from __future__ import annotations
+
 import gc
 import importlib
 import io
@@ -69,6 +71,13 @@ class Result(NamedTuple):
     code: int
     out: str
     err: str
+
+    def expect(self, code: int, *words: str) -> Result:
+        """Assert the exit code, and that the error text has these words and no traceback."""
+        absent = [word for word in words if word not in self.err]
+        assert (self.code, absent) == (code, []), self.err
+        assert "Traceback" not in self.err, self.err
+        return self
 
 
 Cli = Callable[..., Result]

@@ -77,9 +77,7 @@ def test_long_names_in_annotations(table: str, key: str, cli: Cli) -> None:
     content = json.loads(path.read_bytes())
     content[table][0][key] = "x" * (2 << 20)
     path.write_text(json.dumps(content))
-    result = cli("prepare", "--data", "data")
-    assert result.code == 3
-    assert f"{table}[0].{key}" in result.err
+    result = cli("prepare", "--data", "data").expect(3, f"{table}[0].{key}")
     assert len(result.err) < 1500
 
 

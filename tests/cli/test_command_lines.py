@@ -262,8 +262,7 @@ def check_layers(line: list[Typed]) -> None:
     text = "".join(f"{k} = {toml_value(e['value'])}\n" for k, e in shown.items()
                    if e["value"] is not None)  # fmt: skip
     Path("again.toml").write_text(text)
-    again = run_cli("config", "show", "--json", "--config", "again.toml")
-    assert again.code == 0, again.err
+    again = run_cli("config", "show", "--json", "--config", "again.toml").expect(0)
     values_again = {key: entry["value"] for key, entry in json.loads(again.out).items()}
     assert values_again == {key: entry["value"] for key, entry in shown.items()}
 
@@ -581,8 +580,7 @@ def test_the_next_commands_are_accepted_by_a_shell(
             places = {"RUN": place, "DATA": place, "IMAGE": str(image_file)}
             words = [places.get(w, w.replace("NAME", target)) for w in line.split()]
             note(f"ssdctl {shlex.join(words)}")
-            result = run_cli(*words)
-            assert result.code == 0, result.err
+            result = run_cli(*words).expect(0)
             found = next_commands(result.err)
             assert found, result.err
             if words[0] in ("runs", "config"):

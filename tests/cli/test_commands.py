@@ -102,10 +102,9 @@ def test_an_unexpected_exception_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("ssdctl.cli.command.resolve", breaks)
     result = cli("config", "show", "--json")
-    assert result.code == 1
+    assert (result.code, result.out) == (1, "")
     assert "ValueError: out of the blue" in result.err
     assert "This is a bug in ssdctl" in result.err
-    assert result.out == ""
 
 
 def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
@@ -131,15 +130,12 @@ def test_no_dataset_at_all(
 ) -> None:
     roots = (Path("data/coco"), tmp_path / "absent")
     monkeypatch.setattr("ssdctl.data.store_folder.DEFAULT_ROOTS", roots)
-    result = cli(command)
-    assert result.code == 3
+    result = cli(command).expect(3)
     assert "--data" in result.err.splitlines()[0]
     assert "ssdctl demo" in result.err
     shutil.copytree(shapes, "bolts", ignore=shutil.ignore_patterns("prepared"))
     Path("notes").mkdir()
-    result = cli(command)
-    assert result.code == 3
-    assert "--data bolts" in result.err
+    result = cli(command).expect(3, "--data bolts")
     assert "notes" not in result.err
 
 
@@ -159,8 +155,7 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
 
 
 def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
-    result = cli("train", "--dry-run", "--json", "--bs", 32)
-    assert result.code == 0, result.err
+    result = cli("train", "--dry-run", "--json", "--bs", 32).expect(0)
     plan = json.loads(result.out)
     assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
     assert "117,266" in result.err

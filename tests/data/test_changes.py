@@ -184,8 +184,7 @@ def test_training_says_why_a_first_prepare_was_refused(
     data = ("--data", dataset, "--store", tmp_path / "store")
     train = ("train", *data, "--out", tmp_path / "run", *TINY_RUN.split())
     for command in (("prepare", *data), train):
-        result = cli(*command)
-        assert (result.code, "outside its image" in result.err) == (3, True), result.err
+        cli(*command).expect(3, "outside its image")
     assert shards(tmp_path / "store"), "what is packed serves the next prepare"
 
 

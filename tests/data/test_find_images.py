@@ -196,13 +196,10 @@ def test_the_folder_of_the_images_is_an_option(
     tmp_path: Path, cli: Cli, labels: dict[str, str]
 ) -> None:
     data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
-    result = cli("prepare", "--data", data)
-    assert result.code == 3
-    assert "--image-dir" in result.err
+    cli("prepare", "--data", data).expect(3, "--image-dir")
     assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2
     for folder in ("pics", data / "pics"):
-        result = cli("prepare", "--data", data, "--image-dir", folder, "--force")
-        assert result.code == 0, result.err
+        cli("prepare", "--data", data, "--image-dir", folder, "--force").expect(0)
     annotations = annotations_of(data, data / "prepared")["train"]
     assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
 
@@ -230,8 +227,7 @@ def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
 def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
     labels = csv("a.jpg").replace(",x,", ',"a,b",')
     data = dataset(tmp_path / "data", "a.jpg", {"train.csv": labels})
-    result = cli("prepare", "--data", data, "--classes", "a,b")
-    assert result.code == 2
+    result = cli("prepare", "--data", data, "--classes", "a,b").expect(2)
     arguments = shlex.split(result.err.partition("write ")[2].partition(" for ")[0])
     assert arguments == ["--classes", '["a,b"]']
     assert cli("prepare", "--data", data, *arguments).code == 0

@@ -235,9 +235,7 @@ def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
     for more in (["--verify-images"], ["--keep-damaged"], ["--verify-images"], []):
         with edited(dataset / TRAIN) as document:
             document["annotations"].pop()
-        result = cli(*command, *more)
-        assert result.code == 0, result.err
-        train = json.loads(result.out)["splits"][0]
+        train = json.loads(cli(*command, *more).expect(0).out)["splits"][0]
         (finding,) = [f for f in train["findings"] if damaged.name in f["detail"]]
         assert DAMAGED in finding["detail"]
         usable.append(int(open_split(dataset, store, "train").usable.sum()))

@@ -30,8 +30,7 @@ def document(dataset: Path, cli: Callable[..., Result]) -> dict[str, Any]:
         boxes = [a for a in content["annotations"] if a["image_id"] != 1]
         dropped = {**boxes[0], "id": 9999, "image_id": 1, "bbox": [1, 1, 0, 9]}
         content["annotations"] = [*boxes, dropped]
-    result = cli("prepare", "--data", dataset, "--store", "prepared")
-    assert result.code == 0, result.err
+    cli("prepare", "--data", dataset, "--store", "prepared").expect(0)
     return {**content, "annotations": boxes}
 
 

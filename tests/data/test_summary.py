@@ -17,8 +17,7 @@ from ssdctl.data.default_boxes import can_match
 
 def prepared(cli: Cli, data: Path) -> tuple[dict[str, Any], str]:
     """The reports of `prepare --json` by split, and what it says."""
-    result = cli("prepare", "--data", data, "--no-pack", "--json")
-    assert result.code == 0, result.err
+    result = cli("prepare", "--data", data, "--no-pack", "--json").expect(0)
     return {report["split"]: report for report in json.loads(result.out)["splits"]}, result.err
 
 
@@ -105,8 +104,7 @@ def test_training_evaluation_and_report_say_that_images_were_trained_on(
     trained = cli("train", "--data", dataset, "--out", run, "--steps", 1, *TINY_RUN.split())
     assert trained.code == 0, trained.err
     planned = cli("train", "--data", dataset, "--dry-run")
-    evaluated = cli("evaluate", run, "--report", tmp_path / "report")
-    assert evaluated.code == 0, evaluated.err
+    evaluated = cli("evaluate", run, "--report", tmp_path / "report").expect(0)
     assert cli("report", run).code == 0
     pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "report")]
     found = [{"image_id": 4, "category_id": 1, "bbox": [1, 1, 9, 9], "score": 0.5}]
@@ -130,8 +128,7 @@ def test_audit_finds_an_image_that_was_encoded_again(dataset: Path, cli: Cli) ->
         image.resize((other["width"], other["height"])).save(
             dataset / "val2017" / other["file_name"], quality=70
         )
-    result = cli("prepare", "--data", dataset, "--audit", "--json")
-    assert result.code == 0, result.err
+    result = cli("prepare", "--data", dataset, "--audit", "--json").expect(0)
     _, val = json.loads(result.out)["splits"]
     (near,) = val["near_duplicates"]
     assert near["examples"] == [[other["file_name"], first["file_name"]]]

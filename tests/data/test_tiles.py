@@ -143,8 +143,7 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
         choose_tiling(last[0], ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
     assert all(torch.equal(last[0].model[name], last[1].model[name]) for name in last[0].model)
     file = tmp_path / "found.json"
-    result = cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json")
-    assert result.code == 0, result.err
+    cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json").expect(0)
     evaluated = sorted(
         (f["image_id"], f["category_id"], f["score"]) for f in json.loads(file.read_text())
     )

@@ -152,8 +152,7 @@ def test_a_run_and_its_resume(
         run = tmp_path / device
         for steps in (2, 4):
             command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
-            result = cli(*command, "--device", device, "--execution", how)
-            assert result.code == 0, result.err
+            cli(*command, "--device", device, "--execution", how).expect(0)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
         scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]

@@ -113,8 +113,7 @@ def test_memory_is_reported_and_freed() -> None:
 def test_the_batch_that_fits_is_found_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     options = TINY_RUN.replace("--device cpu", "--device cuda").replace("--bs 2", "--bs auto")
     command = ["train", "--data", shapes, "--out", tmp_path / "run", "--steps", 2, *options.split()]
-    result = cli(*command)
-    assert result.code == 0, result.err
+    cli(*command).expect(0)
     assert load_checkpoint(tmp_path / "run/checkpoints/last.pt").global_batch > 16
 
 
@@ -125,8 +124,7 @@ def test_deterministic_runs_are_equal(shapes: Path, tmp_path: Path, cli: Cli) ->
         ends = []
         for name in ("a", "b"):
             command = ["train", "--data", shapes, "--out", tmp_path / name, "--steps", 4, *options]
-            result = cli(*command)
-            assert result.code == 0, result.err
+            cli(*command).expect(0)
             ends.append(load_checkpoint(tmp_path / name / "checkpoints/last.pt").model)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -141,8 +141,7 @@ def test_a_busy_card_is_distinguished_from_none(
     ("device", "package"), [("hpu", "habana_frameworks"), ("tpu", "torch_tpu")]
 )
 def test_without_the_package_it_is_refused(cli: Cli, device: str, package: str) -> None:
-    result = cli("train", "--device", device, "--fake-data")
-    assert (result.code, package in result.err) == (2, True)
+    cli("train", "--device", device, "--fake-data").expect(2, package)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +154,7 @@ def test_a_run(
     """Through the command line: train, evaluate and save."""
     calls = request.getfixturevalue(fixture)
     options = TINY_RUN.replace("cpu", device).replace("--fp32", "--bf16").split()
-    result = cli("train", "--data", shapes, "--out", "run", "--steps", 1, *options)
-    assert result.code == 0, result.err
+    cli("train", "--data", shapes, "--out", "run", "--steps", 1, *options).expect(0)
     assert fixture == "tpu" or calls.count("mark_step") > 1
     assert label in Path("run/environment.json").read_text()
 

@@ -120,8 +120,7 @@ def test_large_and_damaged_files_are_refused(
     content = bytearray(blob.read_bytes())
     content[-9] ^= 1
     blob.write_bytes(content)
-    result = export(cli, NAME)
-    assert result.code == 5
+    result = export(cli, NAME).expect(5)
     assert str(blob) in result.err.replace("\n", "")
 
 

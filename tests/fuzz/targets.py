@@ -430,8 +430,7 @@ def report(folder: Path) -> Iterator[Target]:
     """A page of a run folder with one file damaged."""
     run, root = make_run(folder / "run"), small_shapes(folder / "data")
     (folder / "d.json").write_text(json.dumps([BOX]))
-    done = run_cli("evaluate", folder / "d.json", "--data", root, "--report", folder / "page")
-    assert done.code == 0, done.err
+    run_cli("evaluate", folder / "d.json", "--data", root, "--report", folder / "page").expect(0)
     shutil.copy(folder / "page/evaluation.json", run)
     names = ("metrics.jsonl", "environment.json", "evaluation.json", "config.toml")
     lines, *documents, settings = [run / name for name in names]

@@ -154,8 +154,7 @@ def test_a_name_that_is_taken_is_refused(
     project = f'[project]\nname = "other"\nversion = "2"\n[project.entry-points]\n{entry}'
     plan = ("train", "--dry-run", "--fake-data", "--device", "cpu", "--backbone-weights", "none")
     with installed(tmp_path / "more", {"pyproject.toml": project}):
-        result = cli(*plan, "--backbone", name)
-        assert (result.code, words in result.err) == (2, True), result.err
+        cli(*plan, "--backbone", name).expect(2, words)
         assert cli(*plan, "--backbone", "tiny").code == 0
         assert cli("fetch-weights", "--list").code == 0
 
@@ -165,8 +164,7 @@ def test_a_resume_with_a_pixel_augmentation_is_exact(site: Path, shapes: Path, c
 
     def train(out: str, steps: int, workers: int, augment: str = "ssd,noise") -> None:
         options = ("--steps", steps, "--workers", workers, "--augment", augment)
-        result = cli(*train_command(shapes, Path(out), *options, "--save-every", "3st"))
-        assert result.code == 0, result.err
+        cli(*train_command(shapes, Path(out), *options, "--save-every", "3st")).expect(0)
 
     train("whole", 6, 1)
     train("parts", 3, 2)

@@ -60,15 +60,13 @@ def script_data(page: str) -> dict[str, Any]:
 
 
 def report(cli: Cli, run: Path) -> str:
-    result = cli("report", run)
-    assert result.code == 0, result.err
+    cli("report", run).expect(0)
     return (run / "report.html").read_text()
 
 
 def refuse(cli: Cli, run: Path, *named: str) -> None:
     """Check that the report of a run is refused as bad data, with these words."""
-    result = cli("report", run)
-    assert result.code == 3, result.err
+    result = cli("report", run).expect(3)
     assert all(word in result.err for word in named), result.err
     assert "`" not in result.err
     assert not (run / "report.html").exists()
@@ -134,8 +132,7 @@ def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = No
     detections = [{k: a[k] for k in keys} | {"score": 0.9} for a in content["annotations"]]
     results = folder.parent / "d.json"
     results.write_text(json.dumps(detections))
-    result = cli("evaluate", results, "--data", data, "--report", folder, "--json")
-    assert result.code == 0, result.err
+    result = cli("evaluate", results, "--data", data, "--report", folder, "--json").expect(0)
     assert json.loads(result.out)["AP"] == pytest.approx(1)
     return data
 
@@ -160,8 +157,7 @@ def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path,
     removed = content["images"].pop(0)["id"]
     content["annotations"] = [a for a in content["annotations"] if a["image_id"] != removed]
     path.write_text(json.dumps(content))
-    result = cli("prepare", "--data", data, "--no-pack")
-    assert result.code == 0, result.err
+    cli("prepare", "--data", data, "--no-pack").expect(0)
     assert report(cli, folder).count("<figure>") == 8
     path.unlink()
     shutil.rmtree(data / "prepared")  # now there is no such split

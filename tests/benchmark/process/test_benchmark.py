@@ -17,9 +17,7 @@ OPTIONS = LINE.split()
 
 @pytest.mark.slow
 def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
-    result = cli(*OPTIONS, "--data", shapes)
-    assert result.code == 0, result.err
-    metrics = json.loads(result.out)
+    metrics = json.loads(cli(*OPTIONS, "--data", shapes).expect(0).out)
     rate = metrics["images_per_second"]
     assert metrics["data"] == "real"
     assert metrics["step_ms"] == pytest.approx(1000 / rate, rel=0.02)

@@ -26,9 +26,7 @@ from ssdctl.runtime.safe_text import quoted
 
 
 def prepared(cli: Cli, data: object, *options: object) -> Result:
-    result = cli("prepare", "--data", data, *options)
-    assert result.code == 0, result.err
-    return result
+    return cli("prepare", "--data", data, *options).expect(0)
 
 
 def read(root: Path) -> dict[str, Annotations]:
@@ -152,8 +150,7 @@ def test_a_dataset_with_equal_names_beside_it_is_not_the_folder_above(tmp_path: 
 
 
 def refused(cli: Cli, *command: object) -> str:
-    result = cli(*command)
-    assert result.code == 3, result.err
+    result = cli(*command).expect(3)
     return result.err
 
 

@@ -76,8 +76,7 @@ def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     options = ("--data", tmp_path / "none")
     assert "1 warning" in cli("doctor", *options).out.splitlines()[0]
     assert cli("doctor", "-q", *options).out.splitlines()[0].startswith("  ! dataset")
-    broken = cli("doctor", "--set", "train.device=hpu")
-    assert broken.code == 2
+    broken = cli("doctor", "--set", "train.device=hpu").expect(2)
     assert broken.out.startswith("Not ready: hpu")
 
 

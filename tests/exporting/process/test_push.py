@@ -38,9 +38,7 @@ def push(cli: Cli, source: object, *options: object) -> Result:
 def test_a_run_is_pushed_and_used_by_its_name(
     cli: Cli, hub: HubServer, tiny_run: Path, image_file: Path
 ) -> None:
-    result = push(cli, tiny_run, "--private", "--samples", 0)
-    assert result.code == 0, result.err
-    pushed = json.loads(result.out)
+    pushed = json.loads(push(cli, tiny_run, "--private", "--samples", 0).expect(0).out)
     assert pushed["url"].startswith(f"{hub.url}/{REPOSITORY}/commit/")
     repository = hub.repositories[REPOSITORY]
     assert repository.is_private
@@ -66,8 +64,7 @@ def test_files_of_others_are_not_replaced(cli: Cli, tiny_run: Path) -> None:
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     options = ("--data-license", "CC0 [see|here]", "--private")
     command = ("push", tiny_run, f"hf://{REPOSITORY}", "--license", "mit", "--out", "card")
-    result = cli(*command, *options)
-    assert result.code == 0, result.err
+    result = cli(*command, *options).expect(0)
     assert "no --license" not in result.err
     given = {"--license=mit", "--data-license=CC0 [see|here]", "--private"}
     assert given < set(shlex.split(result.err))
@@ -110,8 +107,7 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
     config = {**checkpoint.config, "train.fold": "1/3", "data.tile": 200, "data.tile_overlap": 0.3}
     last.unlink()
     save_checkpoint(last, dataclasses.replace(checkpoint, config=config))
-    result = push(cli, last, "--out", "card", "--samples", 0)
-    assert result.code == 0, result.err
+    push(cli, last, "--out", "card", "--samples", 0).expect(0)
     text = Path("card/README.md").read_text()
     assert "| ball | 0.123 |" in text
     assert "metrics on fold 1/3 of" in text
@@ -148,19 +144,14 @@ def test_refusals_do_not_show_the_token(
     cli: Cli, hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
-    result = push(cli, checkpoint, "--samples", 0)
-    assert result.code == 2
-    assert "HF_TOKEN" in result.err
+    result = push(cli, checkpoint, "--samples", 0).expect(2, "HF_TOKEN")
     assert "hf_another" not in result.err
     assert TOKEN not in result.err
     assert not hub.repositories
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.fails_at = "/lfs/"
-    result = push(cli, checkpoint, "--samples", 0)
-    assert result.code == 4, result.err
+    push(cli, checkpoint, "--samples", 0).expect(4)
     assert not hub.repositories[REPOSITORY].files
     hub.status = 500
     assert push(cli, checkpoint, "--samples", 0).code == 4
-    result = cli("push", checkpoint, "acme/shapes-ssd")
-    assert result.code == 2
-    assert "hf://" in result.err
+    cli("push", checkpoint, "acme/shapes-ssd").expect(2, "hf://")

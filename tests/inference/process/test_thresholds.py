@@ -49,8 +49,7 @@ def test_predictions_use_the_thresholds_of_the_checkpoint(
         assert len(found) == pytest.approx(len(expected), abs=2)
         assert (found.scores > least[found.labels] - 1e-4).all()  # they are rounded
     result = cli("predict", with_thresholds, image_file, "--device", "cpu", "--json")
-    assert result.code == 0, result.err
-    assert "each class's best F1" in result.err
+    result.expect(0, "each class's best F1")
     (image,) = json.loads(result.out)
     assert [d["score"] for d in image["detections"]] == pytest.approx(found.scores, abs=1e-3)
     result = cli("predict", with_thresholds, image_file, "--device", "cpu", "--score", 0.9)
@@ -62,9 +61,7 @@ def test_best_without_thresholds_is_refused(
 ) -> None:
     path = tmp_path / "plain.pt"
     save_checkpoint(path, dataclasses.replace(load_checkpoint(checkpoint), thresholds=()))
-    result = cli("predict", path, image_file, "--score", "best", "--device", "cpu")
-    assert result.code == 2
-    assert "--score 0.3" in result.err
+    cli("predict", path, image_file, "--score", "best", "--device", "cpu").expect(2, "--score 0.3")
     assert cli("predict", path, image_file, "--device", "cpu").code == 0
     assert cli("predict", path, image_file, "--score", "worst").code == 2
 

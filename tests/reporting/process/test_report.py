@@ -40,8 +40,8 @@ def run(tiny_run: Path, tmp_path: Path) -> Path:
 
 
 def report_of_two(cli: Cli, *runs: Path) -> str:
-    result = [cli("report", *runs, "--out", "both.html") for _ in range(2)][1]
-    assert result.code == 0, result.err
+    for _ in range(2):
+        cli("report", *runs, "--out", "both.html").expect(0)
     return Path("both.html").read_text()
 
 
@@ -134,8 +134,7 @@ def test_runs_side_by_side(tiny_run: Path, run: Path, cli: Cli) -> None:
 def test_what_is_no_run_is_refused(tiny_run: Path, cli: Cli) -> None:
     named = {tiny_run.parent: str(tiny_run), tiny_run / "checkpoints/best.pt": "best.pt"}
     for path, subject in named.items():
-        result = cli("report", path)
-        assert (result.code, subject in result.err) == (2, True), result.err
+        cli("report", path).expect(2, subject)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +205,7 @@ def test_an_evaluation_that_is_broken_or_of_another_dataset(run: Path, cli: Cli)
     assert "/nowhere" in report(cli, run)
     for content in ("{}", '{"about": 1}', "no JSON"):
         path.write_text(content)
-        result = cli("report", run)
-        assert (result.code, path.name in result.err) == (3, True), result.err
+        cli("report", run).expect(3, path.name)
 
 
 def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
@@ -224,10 +222,8 @@ def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
     }
     (data / "annotations/instances_val2017.json").write_text(json.dumps(content))
     Path("d.json").write_text(json.dumps([box | {"score": 0.5}]))
-    result = cli("prepare", "--data", data, "--shrink", 320, "--allow-dropped")
-    assert result.code == 0, result.err
-    result = cli("evaluate", "d.json", "--data", data, "--report", "out")
-    assert result.code == 0, result.err
+    cli("prepare", "--data", data, "--shrink", 320, "--allow-dropped").expect(0)
+    cli("evaluate", "d.json", "--data", data, "--report", "out").expect(0)
     (image,) = script_data(Path("out/report.html").read_text())["runs"][0]["images"]
     assert image["truth"] == [[0, 100, 80, 300, 240, 0]]  # 400 pixels wide in the page
     assert image["detections"] == [[0, 100, 80, 300, 240, 0.5]]

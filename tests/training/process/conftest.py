@@ -25,8 +25,7 @@ def train(shapes: Path, tmp_path: Path) -> Train:
         *options: object, out: Path | None = None, data: Path | None = None, code: int = 0
     ) -> str:
         command = ["train", "--data", data or shapes, "--out", out or tmp_path / "run"]
-        result = run_cli(*command, *TINY_RUN.split(), *options)
-        assert result.code == code, result.err
+        result = run_cli(*command, *TINY_RUN.split(), *options).expect(code)
         return " ".join(result.err.split())
 
     return run_train

@@ -204,8 +204,7 @@ def test_third_party_checkpoint_evaluates_as_the_naive_decode(
 
     options = ["--split", "train", "--device", "cpu", "--score-threshold", 0.25]
     options += ["--detections", detections_file, "--json"]
-    result = cli("evaluate", path, "--data", dataset, *options)
-    assert result.code == 0, result.err
+    result = cli("evaluate", path, "--data", dataset, *options).expect(0)
     assert json.loads(result.out)["epoch"] == (7 if layout == "nvidia" else 0)
 
     with torch.no_grad():
@@ -243,9 +242,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     path, run = tmp_path / "peer.pt", tmp_path / "run"
     torch.save(payload, path)
     options = f"--init {path} --backbone tiny --steps 1 --bs 1 --warmup 1st --fp32 --device cpu"
-    result = cli("train", "--data", shapes, "--out", run, *options.split())
-    assert result.code == 0, result.err
-    assert "ball, cone" in result.err
+    cli("train", "--data", shapes, "--out", run, *options.split()).expect(0, "ball, cone")
     payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
     # The warm-up's first step has a learning rate of 0: these are the weights of the start.
     new = payload["model"]["class_heads.1.weight"].unflatten(0, (6, 6))
@@ -256,17 +253,14 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     assert not torch.equal(new[2], old[2])
     assert torch.equal(payload["model"]["box_heads.0.weight"], model.box_heads[0].weight)
 
-    refused = cli("evaluate", path, "--data", shapes, "--device", "cpu")
-    assert refused.code == 5
+    refused = cli("evaluate", path, "--data", shapes, "--device", "cpu").expect(5)
     assert "brick, star, ring" in " ".join(refused.err.split())
     other = options.replace("tiny", "resnet34").split()
     refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
-    assert refused.code == 2
-    assert "--backbone tiny --extra-norm none" in refused.err
+    refused.expect(2, "--backbone tiny --extra-norm none")
     again = ["--out", tmp_path / "third", "--init", run, "--steps", 1, *TINY_RUN.split()]
     result = cli("train", "--data", shapes, *again)  # a run folder: its best, else last checkpoint
-    assert result.code == 0, result.err
-    assert str(run / "checkpoints") in result.err
+    result.expect(0, str(run / "checkpoints"))
 
 
 def test_third_party_file_with_a_broken_network_is_refused(
@@ -282,8 +276,6 @@ def test_third_party_file_with_a_broken_network_is_refused(
         spoiled = dict(state)
         spoil(spoiled)
         torch.save({"model": spoiled}, path)
-        result = cli("predict", path, Path(__file__))
-        assert result.code == 5, result.err
-        assert words in result.err
+        cli("predict", path, Path(__file__)).expect(5, words)
     torch.save({"model": state, "label_map": {0: "background", 1: "x"}}, path)
     assert cli("predict", path, Path(__file__)).code == 5

@@ -71,8 +71,7 @@ def test_fake_data_needs_no_dataset_and_takes_the_sizes_of_one_that_is_there(
     cli: Cli, tmp_path: Path, train: Train
 ) -> None:
     data = Path("nowhere")
-    plan = cli("train", "--fake-data", "--data", data, "--bs", 32, "--dry-run", "--json")
-    assert plan.code == 0, plan.err
+    plan = cli("train", "--fake-data", "--data", data, "--bs", 32, "--dry-run", "--json").expect(0)
     assert json.loads(plan.out)["images"] == 117_266
     assert "fake data" in train("--fake-data", "--steps", 2, data=data)
     assert not data.exists()
@@ -97,8 +96,7 @@ def test_a_validation_image_that_does_not_open_counts_without_detections(
     prepare(dataset, dataset / "prepared", PrepareConfig(pack=False, allow_dropped=True))
     options = ["--data", dataset, "--device", "cpu", "--score-threshold", 0.01, "--json"]
     result = cli("evaluate", checkpoint, *options, "--detections", "found.json")
-    assert result.code == 0, result.err
-    assert "1 images cannot be decoded" in result.err
+    result.expect(0, "1 images cannot be decoded")
     assert json.loads(result.out)["images"] == 9
     image_ids = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
     assert image_ids

@@ -26,12 +26,10 @@ RUN = "--backbone tiny --backbone-weights none --workers 1 --fp32 --device cpu -
 
 def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
     command = ["train", "--data", shapes, "--out", "run", *RUN.split()]
-    result = cli(*command, "--steps", 2)
-    assert result.code == 0, result.err
+    result = cli(*command, "--steps", 2).expect(0)
     assert "small-data rule, fitted to --steps 2" in " ".join(result.err.split())
     assert 'optimizer = "adamw"  # small-data rule' in Path("run/config.toml").read_text()
-    again = cli(*command, "--steps", 4)
-    assert again.code == 0, again.err
+    again = cli(*command, "--steps", 4).expect(0)
     assert "4 steps, the last 2 in" in again.out
     rates = [record["lr"] for record in records(Path("run"), "train")]
     assert rates[1] == max(rates)  # the cosine ended with step 2 and does not start again
@@ -41,8 +39,7 @@ def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
 def fine_tune(cli: Cli, shapes: Path, tiny_run: Path, *options: object) -> dict[str, Tensor]:
     command = ["train", "--data", shapes, "--out", "tuned", "--init", tiny_run, "--steps", 3]
     result = cli(*command, "--workers", 1, "--fp32", "--device", "cpu", *options)
-    assert result.code == 0, result.err
-    assert "fine-tuning rule" in result.err
+    result.expect(0, "fine-tuning rule")
     return last(Path("tuned")).model
 
 
@@ -131,8 +128,7 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
     Path("link").symlink_to(shapes)
     for n, (run, data) in enumerate(zip(runs, (shapes, "link"), strict=True), 1):
         options = ("--fold", f"{n}/2", "--steps", 3, *TINY_RUN.split())
-        result = cli("train", "--data", data, "--out", run, *options)
-        assert result.code == 0, result.err
+        cli("train", "--data", data, "--out", run, *options).expect(0)
         started = Run(run).started
         assert started is not None
         assert started.val_images == 12
@@ -153,8 +149,7 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
     assert cli("report", *runs, "--out", page).code == 0
     assert "2 of 2 folds of" in page.read_text(encoding="utf-8")
     refused = cli("evaluate", *runs, "--data", next(shapes.glob("annotations/*val*")))
-    assert refused.code == 2
-    assert "not on another split or dataset" in refused.err
+    refused.expect(2, "not on another split or dataset")
     scored = cli("evaluate", *runs, "--limit", 1, "--data", f"{shapes}/../{shapes.name}")
     assert (scored.code, "divided in another way" in scored.err) == (0, False), scored.err
     with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
@@ -164,12 +159,10 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
     assert changed.err.count("divided in another way") == 1
     tune = ("train", "--data", shapes, "--steps", 1, "--init")
     for n, option, count in ((2, "--dry-run", 0), (1, "--dry-run", 1), (1, "-q", 1)):
-        tuned = cli(*tune, runs[n - 1], "--fold", f"{n}/2", option, "--workers", 1)
-        assert tuned.code == 0, tuned.err
+        tuned = cli(*tune, runs[n - 1], "--fold", f"{n}/2", option, "--workers", 1).expect(0)
         assert " ".join(tuned.err.split()).count("divided in another way") == count
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
-    assert other.code == 2
-    assert "train.fold" in other.err
+    other.expect(2, "train.fold")
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(128, 0.2)])
