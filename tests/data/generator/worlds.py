@@ -20,57 +20,23 @@ from PIL import ExifTags, Image
 
 SPLITS = ("train", "val", "test")
 STEMS = (
-    "0",
-    "1",
-    "frame_000002",
-    "1.tif",
-    "a b",
-    "c,d",
-    "#5",
-    "ü",
-    "it's",
-    "x.y",
-    "0001_r7",
-    "train",
-    "50%",
+    *("0", "1", "frame_000002", "1.tif", "a b", "c,d", "#5", "ü", "it's", "x.y", "0001_r7"),
+    *("train", "50%"),
 )
 FOLDERS = ("", "cam1", "cam prepared", "day 1/cam1", "val")
 EDITS = (
-    "touch",
-    "move a box",
-    "add an image",
-    "add an empty image",
-    "remove an image",
+    *("touch", "move a box", "add an image", "add an empty image", "remove an image"),
     "rename a class",
 )
 CLASSES = (
-    *(
-        "bolt",
-        "traffic light",
-        "a,b",
-        'say "hi"',
-        "#9",
-        "ünï ✓",
-        "no",
-        "17",
-        "it's",
-        "x: y",
-        "test",
-    ),
-    "null",
+    *("bolt", "traffic light", "a,b", 'say "hi"', "#9", "ünï ✓", "no", "17", "it's", "x: y"),
+    *("test", "null"),
 )
 OPTIONS = ("classes", "group", "read-only", "later val", "other categories")
 STRAY = "a stray copy"
 DECOYS = (
-    "aaa",
-    "overlay",
-    "SegmentationClassVisualization",
-    "masks",
-    "zz detections",
-    "old/photos",
-    "annotations/trimaps",
-    "labels",
-    STRAY,
+    *("aaa", "overlay", "SegmentationClassVisualization", "masks", "zz detections", "old/photos"),
+    *("annotations/trimaps", "labels", STRAY),
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.

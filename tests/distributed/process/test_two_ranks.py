@@ -86,19 +86,10 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_and_one_rank_downloads_weight
     options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
     with Server() as server:
         url = server.route(f"/{name}", file(content.getvalue()))
-        command = [
-            name,
-            url,
-            digest,
-            "train",
-            "--data",
-            shapes,
-            "--out",
-            tmp_path / "run",
-            *options,
-        ]
+        train = ("train", "--data", shapes, "--out", tmp_path / "run", *options)
         torch_home = str(tmp_path / "torch")
-        ranks = run_ranks(2, SCENARIOS, free_port(), *command, TORCH_HOME=torch_home)
+        given = (free_port(), name, url, digest)
+        ranks = run_ranks(2, SCENARIOS, *given, *train, TORCH_HOME=torch_home)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert server.body_bytes < 1.05 * len(content.getvalue())
     assert sum(rank.err.count("backbone weights") for rank in ranks) == 1
