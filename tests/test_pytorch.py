@@ -437,9 +437,7 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE], [{**target(), "boxes": in_format("XYXY", (1, 2, 3, 4), (9, 8))}], r"\(9, 8\)"),
     ],
 )
-def test_wrong_batches_are_named(
-    model: ssdctl.SSD300, images: Any, targets: Any, named: str
-) -> None:
+def test_bad_batches_are_named(model: ssdctl.SSD300, images: Any, targets: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         model.loss(images, targets)
 

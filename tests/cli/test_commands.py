@@ -82,9 +82,7 @@ MISTAKES = [
 
 @pytest.mark.usefixtures("dataset")
 @pytest.mark.parametrize(("line", "code", "named"), MISTAKES)
-def test_mistakes_get_one_message_and_their_code(
-    cli: Cli, line: str, code: int, named: str
-) -> None:
+def test_mistakes_get_one_message_and_code(cli: Cli, line: str, code: int, named: str) -> None:
     Path("text.pt").write_text("hello")
     Path("text.json").write_text("[]")
     before = {*Path().rglob("*")}
@@ -212,9 +210,7 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < metrics[name] < 1e5
 
 
-def test_ctrl_c_that_python_wraps_is_an_interrupt(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_that_python_wraps_interrupts(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.11 raises a RuntimeError if it comes while a class is created."""
 
     def create_class(_config: object) -> None:

@@ -93,9 +93,7 @@ def test_a_message_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_json_is_exact_and_text_is_escaped_for_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, encoding: str
-) -> None:
+def test_json_is_exact_and_text_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
     data = {HOSTILE: [HOSTILE, "\u4e2d\U0001f600"]}

@@ -175,9 +175,7 @@ def test_training_does_not_replace_an_interrupted_prepare(dataset: Path, tmp_pat
     assert shards(store) == before
 
 
-def test_training_says_why_a_first_prepare_was_refused(
-    dataset: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_training_says_why_prepare_was_refused(dataset: Path, tmp_path: Path, cli: Cli) -> None:
     with exports.edited(dataset / "annotations/instances_val2017.json") as document:
         for annotation in document["annotations"]:
             annotation["bbox"] = [9000, 9000, 1, 1]
@@ -206,9 +204,7 @@ def test_a_remembered_split_is_not_used_once_there_are_validation_images(
 
 
 @pytest.mark.parametrize("again", [(), ("--split", 0.8)])
-def test_an_image_that_was_held_out_stays_held_out(
-    again: tuple[object, ...], tmp_path: Path, cli: Cli
-) -> None:
+def test_held_out_images_stay_held_out(again: tuple[object, ...], tmp_path: Path, cli: Cli) -> None:
     root = exports.roboflow_yolo(tmp_path / "parts")
     shutil.rmtree(root / "val")
 

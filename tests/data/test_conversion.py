@@ -164,9 +164,7 @@ def test_the_key_changes_if_an_image_that_trained_may_validate(
         assert trained[division.key].isdisjoint(names[n] for n in val.file_names)
 
 
-def test_renamed_images_stay_where_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_renamed_images_stay_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, store = tmp_path / "data", tmp_path / "store"
 
     def divide(name: str) -> tuple[list[str], str | None, int]:

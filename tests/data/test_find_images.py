@@ -192,9 +192,7 @@ def test_what_is_ambiguous_or_missing_is_named(tmp_path: Path, name: str) -> Non
         {"bbox.csv": openimages("a")},
     ],
 )
-def test_the_folder_of_the_images_is_an_option(
-    tmp_path: Path, cli: Cli, labels: dict[str, str]
-) -> None:
+def test_the_image_folder_is_an_option(tmp_path: Path, cli: Cli, labels: dict[str, str]) -> None:
     data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
     cli("prepare", "--data", data).expect(3, "--image-dir")
     assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2

@@ -72,9 +72,7 @@ def test_damage_inside_is_found_by_decoding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"progressive": True}, {"keep_rgb": True}, {"mode": "CMYK"}])
 @pytest.mark.parametrize("change", ["deleted", "zeroed"])
-def test_a_damaged_jpeg_is_found_by_strict_decoding(
-    tmp_path: Path, change: str, more: dict[str, object]
-) -> None:
+def test_strict_decoding_finds_damage(tmp_path: Path, change: str, more: dict[str, object]) -> None:
     complete = encoded(RGB.convert(more.pop("mode", "RGB")), **more)  # type: ignore[arg-type]
     middle = len(complete) // 2
     end = middle + 300

@@ -106,9 +106,7 @@ def test_a_damaged_store_is_refused_and_written_again(dataset: Path, store: Path
     assert open_split(dataset, store, "train").read(0) == image.read_bytes()
 
 
-def test_24_an_unchanged_dataset_is_not_prepared_again(
-    dataset: Path, store: Path, tmp_path: Path
-) -> None:
+def test_24_an_unchanged_dataset_is_kept(dataset: Path, store: Path, tmp_path: Path) -> None:
     first = prepare(dataset, store)
     (store / ".lock").unlink()
     written = {p: p.stat().st_mtime_ns for p in store.iterdir()}
@@ -459,9 +457,7 @@ def raw(dataset: Path, store: Path, shrink: int | None = None) -> Split:
     return open_split(dataset, store, "train")
 
 
-def test_decoded_pixels_are_a_view_of_the_mapped_file(
-    dataset: Path, store: Path, tmp_path: Path
-) -> None:
+def test_decoded_pixels_are_a_view_of_the_file(dataset: Path, store: Path, tmp_path: Path) -> None:
     split = raw(dataset, store)
     pixels = split.decode(3, rows=10)
     assert not pixels.flags.writeable

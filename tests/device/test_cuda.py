@@ -33,9 +33,7 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @OPTIMIZERS
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_step_never_waits_for_the_gpu_and_compiles_once(
-    cuda: Device, optimizer: str, precision: str
-) -> None:
+def test_a_step_never_waits_and_compiles_once(cuda: Device, optimizer: str, precision: str) -> None:
     _, _, step = build_training(cuda, precision, optimizer=optimizer, clip_grad=1.0)
     ahead = copy_ahead((batch(seed=n) for n in range(9)), cuda)
     for _ in range(4):  # compiled, recorded, replayed

@@ -56,9 +56,7 @@ def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
         open_device("hpu", execution="lazy")
 
 
-def test_a_cache_folder_that_other_users_control_is_not_used(
-    calls: list[str], tmp_path: Path
-) -> None:
+def test_a_cache_folder_that_others_control_is_not_used(calls: list[str], tmp_path: Path) -> None:
     root = tmp_path / f"ssdctl-{os.getuid()}"
     root.mkdir()
     root.chmod(0o777)

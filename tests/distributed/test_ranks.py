@@ -42,9 +42,7 @@ def test_nonsense_is_refused(rank: str) -> None:
         find_ranks({**TORCHRUN, "RANK": rank})
 
 
-def test_a_rank_that_cannot_meet_the_others_says_so_on_the_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_cannot_meet_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**BATCH, "SLURM_PROCID": "1"}.items():
         monkeypatch.setenv(name, value)
     result = run_cli("train", "--fake-data", "--device", "cpu", "--out", "run")
@@ -52,9 +50,7 @@ def test_a_rank_that_cannot_meet_the_others_says_so_on_the_terminal(
     assert not Path("run").exists()  # nor a log with the message
 
 
-def test_only_a_name_that_resolves_to_the_loopback_is_replaced_between_machines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_name_of_the_loopback_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two network namespaces try it for real: tests/launch/process/test_engines.py."""
     assert own_addresses()["lo"] == "127.0.0.1"
     assert own_names()[0] == socket.gethostname()

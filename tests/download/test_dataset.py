@@ -136,9 +136,7 @@ def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     assert content(tmp_path) == WANTED | own  # the user may have changed them
 
 
-def test_needed_space_is_checked_first_and_counts_archives_while_they_are_there(
-    server: Server, tmp_path: Path
-) -> None:
+def test_needed_space_is_checked_first_and_has_the_archives(server: Server, tmp_path: Path) -> None:
     def file_of(name: str, archive: int, content: int) -> PinnedFile:
         return PinnedFile(name, server.url, "0" * 64, archive, unpack=True, unpacked_bytes=content)
 

@@ -226,9 +226,7 @@ def test_a_crop_that_leaves_the_image_is_a_crop_of_the_canvas() -> None:
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(100, 0.2)])
-def test_a_crop_of_nothing_but_canvas_reads_no_image_as_bad(
-    split: Split, tiling: Tiling | None
-) -> None:
+def test_a_crop_of_only_canvas_reads_no_image_as_bad(split: Split, tiling: Tiling | None) -> None:
     empty = tiled(split, tiling)
     empty = empty._replace(trainable=empty.background)
     for batch in TrainLoader(empty, ZOOM._replace(batch_size=64)).batches(0, 4):

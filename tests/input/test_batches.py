@@ -75,9 +75,7 @@ def assert_same(actual: list[Batch], expected: list[Batch], levels: int = 0) -> 
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_a_resumed_run_continues_with_the_same_batches(
-    splits: dict[str, Split], pipeline: str
-) -> None:
+def test_a_resumed_run_goes_on_with_its_batches(splits: dict[str, Split], pipeline: str) -> None:
     complete = read_batches(splits["train"], PLAN, 0, 8, pipeline)
     assert_same(complete[3:], read_batches(splits["train"], PLAN, 3, 8, pipeline))
     later = PLAN._replace(first_sample=3 * 5)
@@ -198,9 +196,7 @@ def test_an_image_that_the_system_refuses_is_replaced_and_not_scored(
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
-    damaged: Split, pipeline: str
-) -> None:
+def test_bad_images_are_replaced_alike_by_threads_and_ranks(damaged: Split, pipeline: str) -> None:
     complete = read_batches(damaged, PLAN, 0, 12, pipeline)
     bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
     order = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100)[0]
@@ -239,9 +235,7 @@ def test_dali_gives_the_native_batches_within_two_levels(
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
-def test_all_kinds_of_stores_give_the_same_samples(
-    shapes: Path, tmp_path: Path, augment: str
-) -> None:
+def test_all_kinds_of_stores_give_equal_samples(shapes: Path, tmp_path: Path, augment: str) -> None:
     """Crops are cut at whole pixels of what is stored; boxes refer to them."""
     batches, evaluated, opened = {}, {}, {}
     for name, config in {

@@ -166,9 +166,7 @@ def test_ranks_are_bound_next_to_their_gpu(
         ({**TWO_HOSTS, "open_mpi": None, "cores_per_node": 48}, ["start this on a"]),
     ],
 )
-def test_what_is_assumed_about_other_machines(
-    settings: dict[str, Any], warnings: list[str]
-) -> None:
+def test_what_is_assumed_of_other_machines(settings: dict[str, Any], warnings: list[str]) -> None:
     found = plan_for("hpu", 16, **settings).warnings
     assert [word in text for word, text in zip(warnings, found, strict=True)] == [True] * len(found)
 

@@ -71,9 +71,7 @@ def client_calls(folder: Path) -> list[list[str]]:
     return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
 
 
-def test_submit_passes_the_script_and_returns_the_id(
-    set_answers: SetAnswers, tmp_path: Path
-) -> None:
+def test_submit_passes_a_script_and_returns_the_id(set_answers: SetAnswers, tmp_path: Path) -> None:
     set_answers([(0, "4711;north\n", ""), (1, "", "sbatch: error: invalid account\n")])
     assert Slurm().submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text

@@ -130,9 +130,7 @@ def test_an_empty_image_does_not_affect_its_batch() -> None:
         (torch.tensor([[0.5, 0.5, 0.4, 0.4]] * 2), (-1.7, -1.7)),
     ],
 )
-def test_a_box_suppresses_only_its_own_class(
-    defaults: torch.Tensor, shift: tuple[float, float]
-) -> None:
+def test_a_box_suppresses_its_own_class(defaults: torch.Tensor, shift: tuple[float, float]) -> None:
     offsets, logits = torch.zeros(1, 4, 2), torch.zeros(1, 3, 2)
     logits[0, 1, 0], logits[0, 2, 1] = 9, 8
     offsets[0, :2, 1] = torch.tensor(shift) / defaults[1, 2:] / 0.1

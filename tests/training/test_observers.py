@@ -129,9 +129,7 @@ class Hanging(Recording):
         self.run.config["event"].wait(60)
 
 
-def test_a_tracker_that_hangs_is_left_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hanging_tracker_is_left_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     event = threading.Event()
     hanging = Hanging(tracked(tmp_path, config={"event": event}))
     tracker = BackgroundTracker("hanging", lambda run: hanging, hanging.run, max_waiting=3)

@@ -229,9 +229,7 @@ def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> N
 
 @pytest.mark.parametrize("preset", get_args(PresetName))
 @pytest.mark.parametrize("values", [{}, {"warmup": "2.619685"}, {"epochs": 30}])
-def test_steps_end_a_named_preset_without_changing_it(
-    preset: str, values: dict[str, object]
-) -> None:
+def test_steps_end_a_preset_without_changing_it(preset: str, values: dict[str, object]) -> None:
     whole = plan_of(train_settings(preset=preset, **values), world_size=8)
     for steps in (1, 100, 5000):
         part = plan_of(train_settings(preset=preset, steps=steps, **values), world_size=8)

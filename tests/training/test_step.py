@@ -42,9 +42,7 @@ def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, Tr
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
-def test_a_bad_step_changes_nothing_and_training_continues(
-    optimizer_name: str, clip: float
-) -> None:
+def test_a_bad_step_changes_nothing_training_goes_on(optimizer_name: str, clip: float) -> None:
     model, optimizer, step = build_training(optimizer=optimizer_name, clip_grad=clip)
     step([batch(1)], 1e-3)
     before = {name: tensor.clone() for name, tensor in everything(model, optimizer).items()}
@@ -197,9 +195,7 @@ def test_average_keeps_the_share_of_its_decay(monkeypatch: pytest.MonkeyPatch) -
     assert torch.allclose(ema.state()["weight"], start + 0.6875)
 
 
-def test_throughput_reports_once_that_training_is_input_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_throughput_reports_input_bound_training_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pace = ThroughputMeter(global_batch=8)

@@ -180,9 +180,7 @@ def test_class_names_that_cannot_be_numbered_or_decoded(
     ("file", "content"),
     [("b/classes.txt", "dog\ncat\n"), ("b/obj.names", "dog\n"), ("b/data.yaml", "names: [dog]")],
 )
-def test_names_of_a_folder_must_be_those_of_the_dataset(
-    tmp_path: Path, file: str, content: str
-) -> None:
+def test_names_of_a_folder_must_be_the_datasets(tmp_path: Path, file: str, content: str) -> None:
     yolo(tmp_path, {"a/x.jpg": "0 .5 .5 .2 .4", "b/y.jpg": "0 .5 .5 .2 .4"}, "names: [cat, dog]")
     tree(tmp_path, {"a/classes.txt": "cat\n", file: content})
     with pytest.raises(DataError, match=re.escape(file)):

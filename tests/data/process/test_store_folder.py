@@ -22,9 +22,7 @@ AS_ORDINARY_USER = (
 )
 
 
-def test_an_option_decides_else_a_store_that_its_owner_prepared(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_an_option_decides_else_a_store_of_the_owner(dataset: Path, tmp_path: Path) -> None:
     if AS_ORDINARY_USER and shutil.which(AS_ORDINARY_USER[0]) is None:
         pytest.skip("setpriv takes root's capabilities away, and is not here")
     prepare(dataset, dataset / "prepared", PrepareConfig(pack=False))

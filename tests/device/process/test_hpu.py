@@ -81,9 +81,7 @@ class Unlisted(TorchDispatchMode):
     ("backbone", "optimizer", "execution"),
     [("resnet18", "sgd", "eager"), ("resnet50", "adamw", "compile"), ("vgg16", "sgd", "eager")],
 )
-def test_gaudi_computes_each_operator_of_a_step(
-    backbone: str, optimizer: str, execution: str
-) -> None:
+def test_gaudi_has_each_operator_of_a_step(backbone: str, optimizer: str, execution: str) -> None:
     def record() -> None:
         settings = config(optimizer=optimizer, clip_grad=1.0)
         with FakeTensorMode(allow_non_fake_inputs=True):

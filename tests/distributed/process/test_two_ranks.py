@@ -296,9 +296,7 @@ print(json.dumps([result.metrics["AP"], result.about.images, count]))
 """
 
 
-def test_every_rank_gets_the_evaluation_of_the_library(
-    checkpoint: Path, shapes: Path, tmp_path: Path
-) -> None:
+def test_every_rank_gets_the_evaluation(checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
     """The first rank prepares the dataset and compares its images for all; a process group of the
     caller serves, too, and a rank can score without the other one."""
     data = tmp_path / "shapes"

@@ -56,9 +56,7 @@ def table(found: Detections) -> np.ndarray:
     return np.column_stack([found.image_ids, found.boxes, found.scores, found.category_ids])
 
 
-def test_batches_do_not_matter(
-    checkpoint: Path, split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_alike(checkpoint: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = detected(checkpoint, split, list(range(9)), 9)
     assert len(at_once.scores)
     monkeypatch.setattr(detect, "FEW_CORES", 0)  # use the decoding thread
@@ -132,9 +130,7 @@ def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]
     return new
 
 
-def test_evaluation_matches_by_name(
-    cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
-) -> None:
+def test_classes_match_by_name(cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
     root = tmp_path / "again"
     new = exported_again(shapes, root, reverse=True)
     options = ("--device", "cpu", "--score-threshold", "0.01", "--json", "--verify")
@@ -172,9 +168,7 @@ def test_classes_of_one_name_keep_their_order() -> None:
     assert match_classes(known, listed) == [1, 0, 2]
 
 
-def test_a_run_resumes_with_renumbered_classes(
-    cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path
-) -> None:
+def test_renumbered_classes_resume(cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path) -> None:
     exported_again(shapes, tmp_path / "again", reverse=False)
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

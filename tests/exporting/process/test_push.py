@@ -114,9 +114,7 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
     assert "in tiles of 200 pixels, which overlap by 0.3," in text
 
 
-def test_the_cards_snippet_detects_without_ssdctl(
-    cli: Cli, tiny_run: Path, image_file: Path
-) -> None:
+def test_the_snippet_detects_without_ssdctl(cli: Cli, tiny_run: Path, image_file: Path) -> None:
     """The code in the card, in a process that can import neither ssdctl nor torch."""
     assert push(cli, tiny_run, "--out", "card", "--samples", 0).code == 0
     snippet = re.findall(r"```python\n(.*?)```", Path("card/README.md").read_text(), re.DOTALL)[0]

@@ -82,9 +82,7 @@ def test_an_annotated_file(cli: Cli, checkpoint: Path, image_files: list[Path]) 
     assert [p.name for p in Path("o").iterdir()] == ["detections.jsonl"]
 
 
-def test_a_damaged_end_keeps_what_came_before(
-    cli: Cli, checkpoint: Path, image_files: list[Path]
-) -> None:
+def test_a_damaged_end_keeps_the_rest(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
     write_video(Path("a.mpg"), image_files, 6)
     Path("b.mkv").write_bytes(b"no video")
     write_video(Path("c.mkv"), image_files, 2)
@@ -168,9 +166,7 @@ def test_large_frames_are_refused(image_files: list[Path], monkeypatch: pytest.M
         pass
 
 
-def test_phone_videos_are_put_upright(
-    image_files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phone_videos_are_upright(image_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rotation that a container states is undone."""
     write_video(Path("a.mp4"), image_files, 4)
     with open_video("a.mp4") as video:

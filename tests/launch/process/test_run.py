@@ -143,9 +143,7 @@ def test_a_failed_rank_ends_the_hanging_ones(tmp_path: Path) -> None:
     assert list(tmp_path.glob("ssdctl-launch-*")) == []
 
 
-def test_a_job_that_was_asked_to_stop_is_not_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_stops_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank was lost before it had saved."""
     code = (
         "import os, pathlib, signal, sys, time\n"

@@ -263,9 +263,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     result.expect(0, str(run / "checkpoints"))
 
 
-def test_third_party_file_with_a_broken_network_is_refused(
-    tmp_path: Path, cli: Callable[..., Result]
-) -> None:
+def test_broken_third_party_network_is_refused(tmp_path: Path, cli: Callable[..., Result]) -> None:
     state = to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")
     path = tmp_path / "peer.pt"
     for spoil, words in (

@@ -92,9 +92,7 @@ def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert before[2]
 
 
-def test_overfitting_scores_the_images_that_it_trains_on(
-    tmp_path: Path, train: Train, dataset: Path
-) -> None:
+def test_overfitting_scores_what_it_trains_on(tmp_path: Path, train: Train, dataset: Path) -> None:
     (dataset / "annotations/instances_val2017.json").unlink()
     assert "no validation" not in train("--overfit", 2, "--dry-run", data=dataset)
     train("--overfit", 2, "--steps", 1, data=dataset)

@@ -107,9 +107,7 @@ def test_a_second_interrupt_ends_in_mid_step(command: list[str]) -> None:
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("module", ["torch.version", "typer"])
-def test_a_signal_during_the_imports_ends_it_there(
-    command: list[str], tmp_path: Path, module: str
-) -> None:
+def test_a_signal_in_the_imports_ends_it(command: list[str], tmp_path: Path, module: str) -> None:
     """Python reports each import at its end: a package's own comes after its modules."""
     reporting = [sys.executable, "-X", "importtime", "-m", "ssdctl", *command]
     process = subprocess.Popen(reporting, stderr=subprocess.PIPE, text=True)
@@ -182,9 +180,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
 
 
 @pytest.mark.slow(in_ci=True)
-def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
-    shapes: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_stopped_between_saves_resume_bit_equal(shapes: Path, tmp_path: Path) -> None:
     """Averaging their statistics of batch norm at the signal would change what follows."""
 
     def launch(run: Path) -> subprocess.Popen[str]:

@@ -57,9 +57,7 @@ def test_frozen_stages_do_not_change(cli: Cli, shapes: Path, tiny_run: Path) -> 
     assert "backbone.layer3.0.conv1.weight" in changed(before, after, "backbone.layer3")
 
 
-def test_fine_tuning_takes_the_network_of_the_checkpoint(
-    cli: Cli, shapes: Path, tiny_run: Path
-) -> None:
+def test_fine_tuning_takes_the_checkpoints_network(cli: Cli, shapes: Path, tiny_run: Path) -> None:
     """The default preset is a ResNet-34, the checkpoint a ResNet-18; batches of 4 are small.
 
     A log file in the run folder does not make it a run to resume.
