@@ -1,7 +1,6 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
 import io
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from data.formats import exports
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data.annotations import Conversion
 from ssdctl.data.index import read_images
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -184,23 +182,6 @@ def test_training_says_why_prepare_was_refused(dataset: Path, tmp_path: Path, cl
     for command in (("prepare", *data), train):
         cli(*command).expect(3, "outside its image")
     assert shards(tmp_path / "store"), "what is packed serves the next prepare"
-
-
-def test_a_remembered_split_is_not_used_once_there_are_validation_images(
-    dataset: Path, tmp_path: Path, cli: Cli, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    val, kept = dataset / "annotations/instances_val2017.json", tmp_path / "val.json"
-    val.rename(kept)
-    prepare(dataset, dataset / "prepared", INDEX_ONLY, Conversion(split=0.75))
-    kept.rename(val)
-    assert [len(s.image_ids) for s in open_dataset(dataset, dataset / "prepared").values()] == [
-        24,
-        9,
-    ]
-    assert "validation images were added" in "".join(caplog.messages)
-    for options, code in (((), 0), (("--split", 0.75), 2)):
-        assert cli("prepare", "--data", dataset, "--no-pack", *options).code == code
 
 
 @pytest.mark.parametrize("again", [(), ("--split", 0.8)])

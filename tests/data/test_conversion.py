@@ -3,7 +3,7 @@
 import json
 import shlex
 import shutil
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import pytest
 from conftest import Cli
@@ -32,30 +32,6 @@ def undivided(dataset: Path) -> Path:
 
 def names_of(root: Path, conversion: Conversion) -> dict[str, list[str]]:
     return {s: a.file_names for s, a in read_dataset(root, conversion).items()}
-
-
-def contents(root: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-def test_split_is_the_same_everywhere(undivided: Path) -> None:
-    path = undivided / "annotations/instances_train2017.json"
-    document = json.loads(path.read_text())
-    dataset = read_dataset(undivided, Conversion(split=0.75))
-    train, val = dataset["train"], dataset["val"]
-    assert (len(train.file_names), len(val.file_names)) == (18, 6)
-    assert not set(train.file_names) & set(val.file_names)
-    names = [i["file_name"] for i in document["images"]]
-    assert train.file_names == [name for name in names if name in train.file_names]
-    assert len(train.ids) + len(val.ids) == len(document["annotations"])
-    document["images"].reverse()
-    first = undivided / "train2017" / document["images"][0]["file_name"]
-    below = first.parent / "more" / first.name
-    below.parent.mkdir()
-    first.rename(below)  # the other images stay where they are, in the same part
-    path.write_text(json.dumps(document))
-    again = {PurePath(name).name for name in names_of(undivided, Conversion(split=0.75))["val"]}
-    assert len(again & {*val.file_names}) >= 5
 
 
 def test_what_was_merged_is_counted_in_a_part(undivided: Path, tmp_path: Path) -> None:

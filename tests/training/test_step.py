@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from observed import plan_of, start_of, step_of
-from tiny_network import batch, config, everything
+from tiny_network import batch, config
 
 from ssdctl.device import open_device
 from ssdctl.distributed import Ranks
@@ -38,21 +38,6 @@ def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, Tr
     model = SSD300("tiny", 4, "none").train()
     step = build_step(model, settings, CPU, "fp32")
     return model, step.optimizer, step
-
-
-@pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
-@pytest.mark.parametrize("clip", [0.0, 10.0])
-def test_a_bad_step_changes_nothing_training_goes_on(optimizer_name: str, clip: float) -> None:
-    model, optimizer, step = build_training(optimizer=optimizer_name, clip_grad=clip)
-    step([batch(1)], 1e-3)
-    before = {name: tensor.clone() for name, tensor in everything(model, optimizer).items()}
-    bad = step([batch(1, jitter=float("inf"))], 1e-3)
-    assert bad.read(SINGLE_PROCESS)["is_bad"] == 1
-    for name, tensor in everything(model, optimizer).items():  # batch norm's statistics too
-        assert torch.equal(tensor, before[name]), name
-    good = step([batch(1, seed=2)], 1e-3)
-    assert good.read(SINGLE_PROCESS)["is_bad"] == 0
-    assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
 def test_accumulation_equals_the_larger_batch() -> None:

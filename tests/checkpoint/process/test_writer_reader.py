@@ -2,7 +2,6 @@
 
 import struct
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,18 +41,6 @@ def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:
         path.write_bytes(spoiled)
         with pytest.raises(IntegrityError):
             load_checkpoint(path)
-
-
-def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> None:
-    read = load_checkpoint(checkpoint)
-    model = dict(read.model)
-    del model["backbone.conv1.weight"]
-    model["surplus"] = torch.zeros(1)
-    model["backbone.bn1.weight"] = torch.zeros(3)
-    with pytest.raises(IntegrityError) as caught:
-        load_network(replace(read, model=model))
-    for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (8,)"):
-        assert words in str(caught.value)
 
 
 @pytest.mark.slow(in_ci=True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.data.annotations import Annotations
-from ssdctl.data.check import CLIPPED, DROPPED_BOXES, Checked, clip
+from ssdctl.data.check import CLIPPED, Checked, clip
 from ssdctl.data.check import check as check_annotations
 from ssdctl.data.dataset import resolve_images
 from ssdctl.data.formats import coco, yolo
@@ -125,31 +125,6 @@ def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
     found = [(f.kind, f.image_id, f.annotation_id) for f in checked.findings]
     assert found == [(coco.RENUMBERED, 7, 5), (coco.RENUMBERED, 3, 5)]
     assert len(set(read(tmp_path / "annotations.json").ids.tolist())) == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "detail"),
-    [
-        ({"category_id": 999}, "999"),
-        ({"bbox": None}, "b.jpg"),
-        ({"bbox": []}, "b.jpg"),
-        ({"bbox": [296.65, 8.33, 1.03, 0]}, "bbox"),
-        ({"bbox": [5, 5, -1, 5]}, "bbox"),
-        ({"bbox": [50, 5, 1e-30, 5]}, "bbox"),
-        ({"bbox": [200, 5, 5, 5]}, "bbox"),
-        ({"bbox": [-5, 5, 5, 5]}, "bbox"),
-    ],
-)
-def test_annotations_are_dropped_and_listed(
-    tmp_path: Path, changes: dict[str, Any], detail: str
-) -> None:
-    """Those without a bbox, of an unlisted category, of no size or outside of their image."""
-    checked = check(tmp_path, annotations=[thing(1), thing(918, **changes), thing(3, 7)])
-    assert trained(checked) == [[0, 0, 5, 5]] * 2
-    (finding,) = checked.findings
-    assert finding.kind in DROPPED_BOXES
-    assert (finding.image_id, finding.annotation_id) == (3, 918)
-    assert detail in finding.detail
 
 
 @pytest.mark.parametrize(
