@@ -103,9 +103,7 @@ def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) 
         ("docker run --runtime=habana; pip install --no-deps x", None),
     ],
 )
-def test_errors_name_keywords_in_python_and_options_on_the_command_line(
-    written: str, shown: str | None
-) -> None:
+def test_errors_name_keywords_or_options(written: str, shown: str | None) -> None:
     with pytest.raises(UsageError) as caught, hints_in_messages(), hints_in_messages():
         raise UsageError(written, hint=written)
     shown = shown or written.replace("--set ", "")

@@ -46,9 +46,7 @@ def at_step(step: int, **values: Any) -> Checkpoint:
         (torch.zeros(3), None),
     ],
 )
-def test_the_program_that_wrote_a_refused_file_is_named(
-    payload: object, program: str | None, tmp_path: Path
-) -> None:
+def test_a_files_program_is_named(payload: object, program: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     if isinstance(payload, bytes):
         path.write_bytes(payload)

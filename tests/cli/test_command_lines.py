@@ -405,9 +405,7 @@ def sections_read(patch: pytest.MonkeyPatch) -> set[str]:
 
 
 @budgets(4, 2000)
-def test_an_option_that_is_accepted_is_read(
-    shapes: Path, tiny_run: Path, image_file: Path, examples: int
-) -> None:
+def test_accepted_means_read(shapes: Path, tiny_run: Path, image_file: Path, examples: int) -> None:
     click_root()
     found = str(Path("found.json").absolute())
     words = [f"--data={shapes}", f"--detections={found}", "--device=cpu"]

@@ -157,9 +157,7 @@ def cache(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "torch/hub/checkpoints"
 
 
-def test_weights_by_name_or_those_of_the_config(
-    cache: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_by_name_or_config(cache: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def paths() -> dict[str, str | None]:
         listed = json.loads(cli("fetch-weights", "--list", "--json").out)["weights"]
         return {row["name"]: row["path"] for row in listed}

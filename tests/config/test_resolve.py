@@ -45,9 +45,7 @@ def test_a_variable_that_is_not_utf8_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["EIO", "EACCES", "ESTALE"])
-def test_a_file_that_the_system_refuses_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     number = getattr(errno, name)
 
     def refuse(*_: object, **__: object) -> None:

@@ -63,9 +63,7 @@ def test_labels_after_many_others_are_compared(tmp_path: Path) -> None:
     assert not is_prepared(root, store)
 
 
-def test_new_images_and_a_new_dataset_toml_are_noticed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_new_images_or_toml_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
     prepare(root, store, INDEX_ONLY)
     exports.tree(root, {"train/images/added.jpg": None})

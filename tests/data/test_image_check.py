@@ -52,9 +52,7 @@ def test_usual_images_pass_as_they_are(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 0.99])
-def test_a_cut_image_is_found_without_decoding_all(
-    tmp_path: Path, format: str, share: float
-) -> None:
+def test_a_cut_image_is_found_by_its_ends(tmp_path: Path, format: str, share: float) -> None:
     complete = encoded(RGB, format)
     for config in ALL:
         result = checked(tmp_path, complete[: int(share * len(complete))], config)
@@ -100,9 +98,7 @@ LOSSY = ("GIF", "AVIF", "JPEG2000")
         *((f, {}) for f in ("BMP", "TIFF", "PPM", "TGA", "PCX", "SGI", *LOSSY)),
     ],
 )
-def test_other_formats_are_packed_without_loss(
-    tmp_path: Path, format: str, options: dict[str, object]
-) -> None:
+def test_other_formats_are_packed(tmp_path: Path, format: str, options: dict[str, object]) -> None:
     content = encoded(RGB, format, **options)
     expected = by_pillow(content)
     assert np.array_equal(expected, NOISE) or format in LOSSY
@@ -122,9 +118,7 @@ def test_other_formats_are_packed_without_loss(
 
 @pytest.mark.parametrize("config", [*ALL, PrepareConfig(shrink=30)])
 @pytest.mark.parametrize("size", [(80, 60), (1600, 1200)])
-def test_multi_image_jpegs_of_cameras(
-    tmp_path: Path, config: PrepareConfig, size: tuple[int, int]
-) -> None:
+def test_multi_image_jpegs(tmp_path: Path, config: PrepareConfig, size: tuple[int, int]) -> None:
     content = encoded(RGB.resize(size), "MPO", save_all=True, append_images=[RGB])
     with opened(content) as image:
         assert image.format == "MPO"

@@ -156,9 +156,7 @@ def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: P
 
 
 @pytest.mark.parametrize("config", [PACKED, INDEX_ONLY, PrepareConfig(encoding="raw")])
-def test_bad_images_are_dropped_and_listed(
-    dataset: Path, store: Path, config: PrepareConfig
-) -> None:
+def test_bad_images_are_left_out(dataset: Path, store: Path, config: PrepareConfig) -> None:
     folder = dataset / "train2017"
     (folder / "000000000001.jpg").write_bytes(b"<html>not found</html>")
     (folder / "000000000002.jpg").write_bytes((folder / "000000000002.jpg").read_bytes()[:-500])
@@ -346,9 +344,7 @@ def test_finished_chunks_are_not_done_again(dataset: Path, store: Path, checked:
         assert split.read(row) == path.read_bytes()
 
 
-def test_finished_chunks_of_changed_images_are_done_again(
-    dataset: Path, store: Path, checked: Checked
-) -> None:
+def test_chunks_of_changed_images_are_redone(dataset: Path, store: Path, checked: Checked) -> None:
     """The old store remains until then, and remembers its options."""
     prepare(dataset, store, conversion=Conversion(classes=("ball", "star")))
     image = dataset / "train2017/000000000001.jpg"
@@ -370,9 +366,7 @@ def test_force_takes_nothing_over(dataset: Path, store: Path, checked: Checked) 
     assert len(checked) == 2 * (24 + 9)
 
 
-def test_25_two_wait_for_a_dead_holder_and_one_of_them_has_nothing_to_do(
-    dataset: Path, store: Path
-) -> None:
+def test_25_two_wait_for_a_dead_holder_and_one_has_no_work(dataset: Path, store: Path) -> None:
     store.mkdir()
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom ssdctl.files import lock\n"
@@ -502,9 +496,7 @@ def test_exported_pixels_are_the_same_in_every_reader(
 
 
 @BOTH
-def test_a_turned_image_without_an_annotated_size_is_named(
-    dataset: Path, store: Path, config: PrepareConfig
-) -> None:
+def test_a_turned_image_without_size(dataset: Path, store: Path, config: PrepareConfig) -> None:
     image = dataset / "train2017/000000000001.jpg"
     image.write_bytes(encoded(Image.open(image).convert("RGB"), turn=6))
     with edited(dataset / TRAIN) as document:

@@ -42,9 +42,7 @@ def test_boxes_enclose_what_was_drawn() -> None:
             assert vivid[inside].mean() > vivid[~inside].mean() + 5
 
 
-def test_a_style_has_its_own_classes_and_brightness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_and_brightness_of_a_style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = (ShapeClass(3, "star", 0.0), ShapeClass(5, "ring", 0.5))
     monkeypatch.setitem(STYLES, "dark", Style(classes, (0.05, 0.4), 1.0, stripes=0.5))
     generate(tmp_path, num_train=6, num_val=0, style="dark")

@@ -62,9 +62,7 @@ def test_small_objects_are_reported(dataset: Path, cli: Cli) -> None:
     assert not any("default box" in warning for warning in reports["val"]["warnings"])
 
 
-def test_an_image_without_a_label_file_is_not_one_with_an_empty_file(
-    tmp_path: Path, cli: Cli
-) -> None:
+def test_no_label_file_is_not_an_empty_one(tmp_path: Path, cli: Cli) -> None:
     exports.roboflow_yolo(tmp_path)
     first, second, *_ = sorted((tmp_path / "train/labels").iterdir())
     first.unlink()
@@ -94,9 +92,7 @@ def test_other_boxes_of_the_same_image_are_named(tmp_path: Path, cli: Cli) -> No
     assert warning.endswith("but other boxes: train/old/a.png (train/a.png)")
 
 
-def test_training_evaluation_and_report_say_that_images_were_trained_on(
-    dataset: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_commands_say_that_images_were_trained_on(dataset: Path, cli: Cli, tmp_path: Path) -> None:
     """`val` of a dataset.toml is `train`."""
     table = 'images = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
     (dataset / "dataset.toml").write_text(f"[train]\n{table}[val]\n{table}")

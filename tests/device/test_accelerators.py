@@ -100,9 +100,7 @@ def test_a_bad_step_changes_nothing(device: Device, optimizer: str) -> None:
 
 @OPTIMIZERS
 @pytest.mark.parametrize("is_first", [True, False])
-def test_an_optimizers_state_continues_on_another_device(
-    device: Device, optimizer: str, is_first: bool
-) -> None:
+def test_optimizer_state_changes_devices(device: Device, optimizer: str, is_first: bool) -> None:
     """Its kernels, and how they count their steps, are the device's own."""
     first, second = (device, CPU) if is_first else (CPU, device)
     complete = losses(build_training(CPU, optimizer=optimizer)[2], steps=4)

@@ -35,9 +35,7 @@ def test_eager_steps_are_not_marked(calls: list[str]) -> None:
     assert calls == []
 
 
-def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
-    calls: list[str], tmp_path: Path
-) -> None:
+def test_mode_and_recipe_cache_are_set_before_the_import(calls: list[str], tmp_path: Path) -> None:
     before = {**os.environ}
     device = open_device("hpu", execution="compile")
     assert os.environ == before
@@ -88,9 +86,7 @@ def test_the_release_decides_how_steps_run(
         assert open_device("hpu").execution == chosen
 
 
-def test_ranks_get_their_card_and_the_backend(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_get_card_and_backend(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, which sets other variables
         monkeypatch.setenv(name, "")  # set by the joining: undone after the test
         monkeypatch.delenv(name)
@@ -157,9 +153,7 @@ def test_a_run(
     assert label in Path("run/environment.json").read_text()
 
 
-def test_steps_are_compiled_by_the_packages_backend(
-    tpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_compiles_steps(tpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module, **options: compiled.append(options)

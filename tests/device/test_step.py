@@ -108,9 +108,7 @@ def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
     assert not any(name.startswith("_orig_mod") for name in model.state_dict())
 
 
-def test_without_a_compiler_steps_run_eagerly_with_a_notice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_compiler_steps_are_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     device = open_device("cpu", execution="compile")

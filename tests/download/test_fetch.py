@@ -372,9 +372,7 @@ SECRET_REPLIES = (
 )
 
 
-def test_secrets_of_urls_are_neither_in_messages_nor_logged(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_secrets_of_urls_are_never_shown(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """The root logger belongs to the program: it also gets the messages of urllib3."""
     caplog.set_level(logging.DEBUG)
     urls = [f"http://bob:hunter2@{h}/a?sig=s3cret" for h in ("127.0.0.1:1", "no.invalid", "[bad")]

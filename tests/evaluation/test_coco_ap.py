@@ -138,9 +138,7 @@ def index_of(path: Path) -> Path:
     return index
 
 
-def test_detections_of_unlisted_categories_are_ignored_and_of_images_refused(
-    tmp_path: Path,
-) -> None:
+def test_detections_of_unlisted_classes_are_ignored_and_of_images_refused(tmp_path: Path) -> None:
     path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
     listed = [(0, 2, [1.0, 1, 5, 5], 0.5)]
     unlisted = [(0, 99, [1.0, 1, 5, 5], 0.9), (1, -1, [1.0, 1, 5, 5], 0.9)]

@@ -93,9 +93,7 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 6])
-def test_a_steps_batches_are_good_until_the_next_step(
-    splits: dict[str, Split], accumulate: int
-) -> None:
+def test_batches_last_until_the_next_step(splits: dict[str, Split], accumulate: int) -> None:
     """The caller keeps all micro-batches of a step; none of their buffers may be reused."""
     plan = PLAN._replace(batch_size=1, accumulate=accumulate)
     copies = read_batches(splits["train"], plan, 0, 4)
@@ -107,9 +105,7 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
-def test_without_augmentation_images_are_resized_as_pillow_does(
-    splits: dict[str, Split], shapes: Path
-) -> None:
+def test_resizing_alone_is_pillows(splits: dict[str, Split], shapes: Path) -> None:
     split = splits["train"]
     (batch,) = read_batches(split, PLAN._replace(augment="none"), 0, 1)
     assert batch.jitter is None
@@ -226,9 +222,7 @@ def test_images_that_occur_twice_are_not_tried_for_ever(damaged: Split) -> None:
 
 @needs_dali
 @pytest.mark.parametrize("augment", ["ssd", "none"])
-def test_dali_gives_the_native_batches_within_two_levels(
-    splits: dict[str, Split], augment: str
-) -> None:
+def test_dali_is_within_two_levels_of_native(splits: dict[str, Split], augment: str) -> None:
     plan = PLAN._replace(augment=augment)
     native, dali = (read_batches(splits["train"], plan, 0, 6, name) for name in ("native", "dali"))
     assert_same(native, dali, levels=2)

@@ -75,9 +75,7 @@ def test_each_image_has_its_own_jitter() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(brightness=st.floats(0.875, 1.125), contrast=FACTORS, saturation=FACTORS)
-def test_all_but_hue_is_the_sequential_definition(
-    brightness: float, contrast: float, saturation: float
-) -> None:
+def test_all_but_hue_is_sequential(brightness: float, contrast: float, saturation: float) -> None:
     image = muted_image(1)
     expected = reference.jitter_colors(image, brightness, contrast, saturation, 0.0)
     actual = jittered(image, brightness, contrast, saturation, 0.0)

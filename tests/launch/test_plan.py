@@ -149,9 +149,7 @@ NUMA = {"node": Node(48, 2, has_numactl=True), "torch_version": (2, 9)}
         ("cpu", {}, False),
     ],
 )
-def test_ranks_are_bound_next_to_their_gpu(
-    device: str, settings: dict[str, Any], is_bound: bool
-) -> None:
+def test_ranks_are_next_to_their_gpu(device: str, settings: dict[str, Any], is_bound: bool) -> None:
     assert ("--numa-binding=node" in plan_for(device, 4, **{**NUMA, **settings}).argv) == is_bound
 
 
@@ -263,9 +261,7 @@ def test_hosts_of_a_tpu_slice(settings: dict[str, Any], words: set[str]) -> None
         ("cpu", 2, {"command": ("predict", "\udcff")}, "udcff"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    device: str, count: int, settings: dict[str, Any], words: str
-) -> None:
+def test_what_does_not_fit(device: str, count: int, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as refused:
         plan_for(device, count, *settings.pop("command", ()), **settings)
     assert words in f"{refused.value} {refused.value.hint}"
@@ -290,9 +286,7 @@ def test_host_file(tmp_path: Path) -> None:
             read_hosts(path)
 
 
-def test_hyper_threads_and_forbidden_cpus_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hyper_threads_and_forbidden_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def node_of(cpus: Iterable[int]) -> Node:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cpus))
         return read_node()

@@ -237,9 +237,7 @@ def test_what_workers_wait_for_is_reported_once_per_change(
     ]
 
 
-def test_a_failed_installation_is_reported(
-    set_answers: SetAnswers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_installation(set_answers: SetAnswers, caplog: pytest.LogCaptureFixture) -> None:
     container = {"name": "install-ssdctl", **ended(3)}
     failed = pod("a-1", "Failed", initContainerStatuses=[container], containerStatuses=[])
     set_answers([pods(failed), (0, "", ""), status("Failed"), pods(failed)])
@@ -254,9 +252,7 @@ WARNING = "\x1b[2JWARNING: version differs\n{}"
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("answer", [WARNING, "[]", "[" * 100_000])
-def test_output_of_kubectl_that_is_not_the_expected_json(
-    answer: str, before: int, set_answers: SetAnswers
-) -> None:
+def test_unexpected_output_of_kubectl(answer: str, before: int, set_answers: SetAnswers) -> None:
     """The answer about the pods, or about the job."""
     set_answers([pods()] * before + [(0, answer, "")])
     with pytest.raises(DistributedError, match="kubectl") as caught:

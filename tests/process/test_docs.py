@@ -91,9 +91,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_images_of_the_readme(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_the_readme(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines run as written on 50 labeled images; only weights and length differ."""
     sizes = ("--images", 50, "--val-images", 2)
     assert cli("download", "--dataset", "shapes", "--dest", "shapes", *sizes).code == 0

@@ -146,9 +146,7 @@ def test_lists_show_a_broken_plugin_and_go_on(site: Path, cli: Cli) -> None:
     [("resnet34", "the package other 2 has a plugin of this name, which is ssdctl's own"),
      ("plain", "the packages my-plugins 1.0 and other 2 have a plugin of this name")],
 )  # fmt: skip
-def test_a_name_that_is_taken_is_refused(
-    site: Path, tmp_path: Path, cli: Cli, name: str, words: str
-) -> None:
+def test_a_name_that_is_taken(site: Path, tmp_path: Path, cli: Cli, name: str, words: str) -> None:
     """By ssdctl, or by two packages; names that are not chosen do not matter."""
     entry = f'"ssdctl.backbones" = {{{name} = "other"}}'
     project = f'[project]\nname = "other"\nversion = "2"\n[project.entry-points]\n{entry}'

@@ -138,9 +138,7 @@ def test_limits_and_ranks_are_part_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("empty", "background"), [(0, 0), (25, 25), (100, 100), (900, 100)])
-def test_the_rule_for_few_images_takes_up_to_half_without_objects(
-    empty: int, background: int
-) -> None:
+def test_the_rule_for_few_images_takes_at_most_half_empty(empty: int, background: int) -> None:
     plan = plan_of(settings(), FEW, background=empty)
     assert (plan.images, plan.background) == (FEW + background, background)
     assert plan.total_steps == 80 * (FEW + background) // 8  # as often as before, and those
@@ -326,9 +324,7 @@ def due(text: str, plan: Plan, last: int) -> list[int]:
 
 
 @given(images=st.integers(1, 200), batch=st.integers(1, 300), step=st.integers(0, 50))
-def test_an_epoch_ends_with_the_step_that_its_images_fill(
-    images: int, batch: int, step: int
-) -> None:
+def test_an_epoch_ends_with_the_step_its_images_fill(images: int, batch: int, step: int) -> None:
     plan = recipe(images, batch_size=batch, warmup="0st", epochs=1000)
     epoch = 1
     while max(epoch * images // batch, 1) <= step:

@@ -82,9 +82,7 @@ def test_a_table_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, name
         *((k, n, k) for k in ("id", "image_id", "category_id", "iscrowd") for n in BEYOND_64_BITS),
     ],
 )
-def test_what_is_not_a_number_of_its_kind_is_named(
-    tmp_path: Path, key: str, value: object, place: str
-) -> None:
+def test_what_is_no_number_is_named(tmp_path: Path, key: str, value: object, place: str) -> None:
     text = json.dumps(document(annotations=[thing(1), thing(2, **{key: "VALUE"})]))
     where = rf"annotations\[1\]\.{place}" if place else r"annotations\.json"
     with pytest.raises(DataError, match=where):
@@ -110,9 +108,7 @@ def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9)
         *(("images", [image(width=n)], "width") for n in BEYOND_64_BITS),
     ],
 )
-def test_broken_references_are_refused(
-    tmp_path: Path, table: str, entries: list[Any], words: str
-) -> None:
+def test_broken_references(tmp_path: Path, table: str, entries: list[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         check(tmp_path, **{table: entries})
 

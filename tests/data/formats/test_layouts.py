@@ -47,9 +47,7 @@ def counts(data: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
-    tmp_path: Path, split: str
-) -> None:
+def test_a_supercategory_with_boxes_in_one_split_is_in_all(tmp_path: Path, split: str) -> None:
     root = exports.roboflow_coco(tmp_path / "export")
     for name in ("train", "valid", "test"):
         with exports.edited(root / name / "_annotations.coco.json") as content:

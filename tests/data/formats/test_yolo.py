@@ -216,9 +216,7 @@ def test_a_data_file_of_darknet_is_a_dataset(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("folder", ["photos", "marks"])
-def test_text_beside_an_image_is_yolo_if_its_content_is(
-    tmp_path: Path, line: str, is_yolo: bool, folder: str
-) -> None:
+def test_text_of_yolo_is_recognized(tmp_path: Path, line: str, is_yolo: bool, folder: str) -> None:
     root = tree(tmp_path / "data", {"photos/a.jpg": None, f"{folder}/a.txt": line})
     with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)

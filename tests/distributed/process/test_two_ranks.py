@@ -186,9 +186,7 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
 
 
 @pytest.mark.slow(in_ci=True)
-def test_averaged_statistics_of_six_ranks_are_not_averaged_again(
-    shapes: Path, tmp_path: Path
-) -> None:
+def test_averaged_statistics_of_ranks_are_not_averaged_again(shapes: Path, tmp_path: Path) -> None:
     """A kill after the checkpoint loses its evaluation's line; (a + ... + a) / 6 is not a."""
     options = ["--data", shapes, *TINY_RUN.split(), "--steps", 4, "--eval-every", "2st"]
     options += ["--extra-norm", "batch", "--keep", 5]
@@ -239,9 +237,7 @@ step_input.open_input = opened
 """
 
 
-def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
-    shapes: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_cannot_read_images_lets_all_save_and_end(shapes: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--steps", 9, *TINY_RUN.split(), "--rank-timeout", 30]
     script = LOSES_ITS_STORE + COMMAND

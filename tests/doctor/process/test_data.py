@@ -40,9 +40,7 @@ def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> N
     expect(states(code=2)["dataset"], "fail")
 
 
-def test_a_read_only_data_folder(
-    machine: Machine, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_folder(machine: Machine, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access  # nothing stops root but a mount
     monkeypatch.setattr(os, "access", lambda path, mode: path != dataset and access(path, mode))
     checks = machine.doctor("--data", dataset, "--store", dataset / "prepared")

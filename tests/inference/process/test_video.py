@@ -95,9 +95,7 @@ def test_a_damaged_end_keeps_the_rest(cli: Cli, checkpoint: Path, image_files: l
 
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.avi"])
-def test_a_truncated_file_is_damaged(
-    cli: Cli, checkpoint: Path, image_files: list[Path], name: str
-) -> None:
+def test_a_truncated_file(cli: Cli, checkpoint: Path, image_files: list[Path], name: str) -> None:
     write_video(Path(name), image_files, 20)
     Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
     with open_video(name) as video:
@@ -185,9 +183,7 @@ def test_phone_videos_are_upright(image_files: list[Path], monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_memory_is_steady_over_2000_frames(
-    cli: Cli, checkpoint: Path, image_files: list[Path]
-) -> None:
+def test_memory_is_steady_over_frames(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
     write_video(Path("short.mp4"), image_files, 100)
     write_video(Path("long.mp4"), image_files, 2000)
     peaks = []

@@ -112,9 +112,7 @@ def slurm_daemons() -> Iterator[None]:
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.usefixtures("slurm_daemons")
-def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(
-    shapes: Path, tiny_run: Path, tmp_path: Path
-) -> None:
+def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_path: Path) -> None:
     """The signal that Slurm sends before the time limit, here sent by the test.
 
     The job goes back to a checkpoint, which is set aside; the requeued one continues.

@@ -74,9 +74,7 @@ def test_two_ranks_equal_one_with_the_joined_batch(execution: str) -> None:
 
 
 @pytest.mark.parametrize("can_leave_out", [False, True])
-def test_exchanged_statistics_are_in_no_cuda_graph(
-    monkeypatch: pytest.MonkeyPatch, can_leave_out: bool
-) -> None:
+def test_no_cuda_graph_has_statistics(monkeypatch: pytest.MonkeyPatch, can_leave_out: bool) -> None:
     tag = SimpleNamespace(cudagraph_unsafe=1) if can_leave_out else SimpleNamespace()
     model = nn.Sequential(nn.BatchNorm2d(3))
     assert inductor.gpu_options(model)["triton.cudagraphs"]  # it has imported the compiler

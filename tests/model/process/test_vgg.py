@@ -69,9 +69,7 @@ def their_outputs(model: nn.Module, raw_images: Tensor) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.slow(in_ci=True)
-def test_outputs_and_detections_are_torchvisions(
-    theirs: nn.Module, file: Path, raw_images: Tensor
-) -> None:
+def test_detections_are_torchvisions(theirs: nn.Module, file: Path, raw_images: Tensor) -> None:
     checkpoint, raw_images = load_checkpoint(file), raw_images[:1]
     assert checkpoint.architecture.backbone == "vgg16"
     model, rules = load_network(checkpoint).eval(), TORCHVISION_VGG16

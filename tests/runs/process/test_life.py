@@ -435,9 +435,7 @@ def live(
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("goes_back", [False, True])
-def test_every_file_operation_may_be_the_last(
-    undisturbed: dict[int, Undisturbed], goes_back: bool
-) -> None:
+def test_any_operation_may_be_last(undisturbed: dict[int, Undisturbed], goes_back: bool) -> None:
     """Of steps with their evaluations and saves, and of going back to a step before the best."""
     chosen = Settings(9, "1st", "1st", 1)
     kind = type("Life", (Life,), {"undisturbed_runs": undisturbed, "about": ""})

@@ -34,9 +34,7 @@ def run_twice(work: Callable[[], object]) -> list[Result]:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(ROUNDS, marks=pytest.mark.slow)])
-def test_the_lock_has_one_owner(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_has_one_owner(rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner keeps it until the other one has given up."""
     monkeypatch.setattr(run_folder, "WAIT_S", 0.1)  # time in which the owner writes its name
     monkeypatch.setattr(run_folder, "POLL_S", 0.0)

@@ -101,9 +101,7 @@ def test_what_must_not_be_continued_is_left_alone(run: Path, train: Train) -> No
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-def test_a_dataset_of_other_classes_or_another_size_is_refused(
-    run: Path, dataset: Path, train: Train
-) -> None:
+def test_a_dataset_of_other_classes_is_refused(run: Path, dataset: Path, train: Train) -> None:
     train_file, val_file = (
         dataset / f"annotations/instances_{s}2017.json" for s in ("train", "val")
     )
@@ -167,9 +165,7 @@ def test_options_of_the_hint_continue_the_run(run: Path, train: Train, changed: 
     assert steps(run) == [1, 2, 3]
 
 
-def test_options_of_a_hint_keep_what_the_rule_chose(
-    checkpoint: Path, shapes: Path, cli: Cli
-) -> None:
+def test_options_of_a_hint_keep_the_rules_choice(checkpoint: Path, shapes: Path, cli: Cli) -> None:
     """The rules for fine-tuning and for few images choose an optimizer and a decay as a whole."""
     words = ["train", "--data", shapes, *TINY_RUN.split()[2:]]
     assert cli(*words, "--steps", 2, "--out", "a", "--init", checkpoint).code == 0

@@ -71,9 +71,7 @@ def test_fine_tuning_takes_the_checkpoints_network(cli: Cli, shapes: Path, tiny_
     assert "backbone.bn1.weight" in changed(before, after, "backbone.bn1")
 
 
-def test_the_validation_loss_is_the_training_loss_of_those_images(
-    cli: Cli, shapes: Path, tiny_run: Path
-) -> None:
+def test_the_validation_loss_is_that_of_training(cli: Cli, shapes: Path, tiny_run: Path) -> None:
     """Frozen weights at a rate of nearly 0: both losses are of the same network and images."""
     result = cli(
         "train", "--data", shapes, "--out", "run", "--init", tiny_run,
@@ -164,9 +162,7 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(128, 0.2)])
-def test_a_plan_counts_the_same_before_and_after_prepare(
-    tiling: Tiling | None, shapes: Path, tmp_path: Path
-) -> None:
+def test_a_plan_counts_as_prepare_does(tiling: Tiling | None, shapes: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     before = count_images(shapes, store, tiling, "1/3", None)
     prepare(shapes, store, PrepareConfig(pack=False))
