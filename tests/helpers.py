@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from conftest import TINY_RUN, Result
 from hypothesis import HealthCheck, Phase, settings
@@ -250,15 +249,3 @@ def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> 
         report_multiple_bugs=False,
         **options,
     )
-
-
-def install_package(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, entries: str
-) -> None:
-    """Write `module` with its entry points (the text of entry_points.txt) as pip would."""
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (folder / f"{module}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entries)
-    monkeypatch.syspath_prepend(str(folder))
