@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 from data.samples import by_pillow, encoded, png
-from PIL import Image, ImageOps
+from PIL import Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.image_check import DAMAGED, CheckedImage, check_image
 from ssdctl.data.image_decode import decode, read_rgb
-from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes, header_size
+from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes
 from ssdctl.errors import DataError
 
 NOISE = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
@@ -130,18 +130,6 @@ def test_multi_image_jpegs(tmp_path: Path, config: PrepareConfig, size: tuple[in
 
 
 # The image is 80 x 60 as stored; cameras turn it by an entry in its EXIF data.
-
-
-@pytest.mark.parametrize("turn", [5, 6, 7, 8])
-def test_annotated_as_shown(tmp_path: Path, turn: int) -> None:
-    content = encoded(RGB, turn=turn)
-    with opened(content) as image:
-        expected = np.asarray(ImageOps.exif_transpose(image))
-    raw = checked(tmp_path, content, PrepareConfig(encoding="raw"), (60, 80))
-    assert raw.image == expected.tobytes()
-    assert f"turned upright by its EXIF orientation ({turn})" in (raw.note or "")
-    assert header_size(tmp_path / "a.jpg") == (80, 60)
-    assert header_size(tmp_path / "a.jpg", upright=True) == (60, 80)
 
 
 def test_turned_and_shrunk(tmp_path: Path) -> None:
