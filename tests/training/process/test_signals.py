@@ -160,7 +160,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
-def test_what_is_not_saved_is_not_called_so(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_failed_save_is_announced(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     step = TrainStep.__call__
 
     def interrupted(*given: Any) -> Any:
