@@ -133,7 +133,7 @@ def test_no_dataset_at_all(
     assert "ssdctl demo" in result.err
     shutil.copytree(shapes, "bolts", ignore=shutil.ignore_patterns("prepared"))
     Path("notes").mkdir()
-    result = cli(command).expect(3, "--data bolts")
+    result = cli(command).expect(3, "--data ./bolts")
     assert "notes" not in result.err
 
 
