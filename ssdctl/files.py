@@ -39,7 +39,8 @@ else:
 
 log = logging.getLogger(__name__)
 _DESCRIBING = threading.Lock()
-ZIP = "PK"  # how the files of torch begin
+# How the files of torch begin: ZIP files with known names.
+ZIP = r"(?s)PK.{28}([^/]+/(data|archive|models|extra)|serialized_exported_program)"
 TEMPORARY_SUFFIX = ".tmp"
 MAX_IN_TEMPORARY = 220  # bytes of its name; file systems take 255
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
@@ -208,6 +209,10 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing that is published at `path` if the block ends without an error."""
     temporary = _temporary(path)
     with disk_errors(path, "writing"):
+        if path.is_symlink() and str(path.readlink()).startswith("/proc/"):  # /dev/stdout
+            raise OSError(errno.ENXIO, "not a regular file")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(errno.ENXIO, "not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "xb", opener=no_follow) as file:

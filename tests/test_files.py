@@ -182,6 +182,17 @@ def test_pipes_devices_and_folders_are_no_data_files(tmp_path: Path) -> None:
         hold(tmp_path / "pipe")
 
 
+def test_pipes_and_standard_output_are_not_replaced(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "stdout"
+    os.mkfifo(pipe)
+    link.symlink_to("/proc/self/fd/1")
+    for path in (pipe, link):
+        with pytest.raises(DiskError, match="not a regular file"):
+            write_text(path, "new")
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
 def test_a_reader_that_has_ended_is_no_disk_error(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError), disk_errors(tmp_path, "writing"):
         refuse(errno.EPIPE)

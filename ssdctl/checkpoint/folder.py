@@ -110,16 +110,24 @@ class CheckpointFolder:
     def is_own(self, path: Path) -> bool:
         return path.resolve().parent == self.path.resolve()
 
-    def go_back(self, step: int, file: Path | None) -> list[Path]:
+    def count_records(self, checkpoint: Checkpoint, global_batch: int) -> None:
+        """Count the steps of the records as a run does that continues from a checkpoint."""
+        metrics, position = self._run.metrics, (checkpoint.samples_seen, checkpoint.epoch)
+        if metrics.exists():
+            count = partial(renumber_metrics, metrics, retired(metrics), global_batch, *position)
+            retry_transient(count)
+
+    def go_back(self, step: int, samples: int, file: Path | None) -> list[Path]:
         """Set aside the checkpoints after `step` and the records of their steps; return them.
 
         They are damaged, or of a branch that the run leaves.
 
         Args:
+            samples: That the run has seen by that step.
             file: The checkpoint of `--resume FILE` that the run continues from.
         """
         is_best_later = step_of(self.steps()[-1]) > step if self.steps() else False
-        is_best_later = is_best_later and self._is_best_later(step)
+        is_best_later = is_best_later and self._is_best_later(step, samples)
         return go_back(self._run, step, file, is_best_later=is_best_later)
 
     def renumber(
@@ -130,9 +138,6 @@ class CheckpointFolder:
         Those of later steps are set aside and returned; the best remains the best. `file` is as in
         `go_back`.
         """
-        if self._run.metrics.exists():
-            position = checkpoint.samples_seen, checkpoint.epoch
-            retry_transient(partial(renumber_metrics, self._run.metrics, global_batch, *position))
         saved = load_resumable(checkpoint.path)
         renumbered = replace(saved, step=step, global_batch=global_batch)
         target = self._run.step_checkpoint(step)
@@ -141,16 +146,13 @@ class CheckpointFolder:
         retry_transient(partial(save_checkpoint, target, renumbered))
         return go_back(self._run, step, file, is_best_later=False)
 
-    def _is_best_later(self, step: int) -> bool:
-        best = self._run.best
-        if not best.is_file():
+    def _is_best_later(self, step: int, samples: int) -> bool:
+        """Compare samples: with another global batch, the best has another step."""
+        if not (best := self._run.best).is_file():
             return False
-        for path in self.steps():
-            if path.samefile(best):
-                return step_of(path) > step
         with contextlib.suppress(IntegrityError):
-            return load_resumable(best).step > step
-        return False
+            return load_resumable(best).samples_seen > samples
+        return any(path.samefile(best) and step_of(path) > step for path in self.steps())
 
     def repair(self) -> None:
         """Finish what a killed process began. Call it with the run's lock, before reading."""

@@ -222,6 +222,8 @@ def unshared(image: OneImage) -> OneImage:
         return image.clone()
     if isinstance(image, bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, Image.Image):  # one that PIL opened by its path is decoded in a thread
-        return image if getattr(image, "filename", "") else open_image(image)
+    if isinstance(image, Image.Image):
+        is_read = not getattr(image, "tile", ()) or getattr(image, "is_animated", False)
+        # One that PIL opened by its path is decoded in a thread.
+        return open_image(image) if is_read or not getattr(image, "filename", "") else image
     return open_image(image) if hasattr(image, "read") else image

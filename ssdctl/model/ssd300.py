@@ -416,9 +416,12 @@ class SSD300(nn.Module):
 
 
 def _classes_of(names: Sequence[str]) -> list[ClassName]:
-    if isinstance(names, (str, Mapping, set)):  # not in the order of the labels
+    if isinstance(names, (str, Mapping, set, frozenset)):  # not in the order of the labels
         raise UsageError(f"class_names: {names!r}", hint="write class_names=[...]")
-    return [ClassName(None, str(name)) for name in names]
+    classes = [ClassName(None, str(name)) for name in names]
+    if not all(entry.name.strip() for entry in classes):
+        raise UsageError("class_names: one is empty", hint="give each class a name")
+    return classes
 
 
 def _tiling_of(tiling: tuple[int, float]) -> Tiling:

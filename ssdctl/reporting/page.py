@@ -58,8 +58,9 @@ SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 
 def write_report(runs: Sequence[Run], target: Path) -> None:
-    """Write the page. UsageError if `target` is another file."""
-    require_own_file(target, "--out", PAGE)
+    """Write the page. UsageError if `target` is not a run's own, and another file."""
+    if all(target != RunDir(run.path).report for run in runs):
+        require_own_file(target, "--out", PAGE)
     remove_stale_temporaries(target.parent, target.name)
     limit, folder = max(MAX_IMAGES // len(runs), MIN_IMAGES), target.absolute().parent
     analyses = [_analysis(run, limit, folder) for run in runs]

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from ssdctl.checkpoint.file import load_resumable, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.config.render import snapshot
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
+from ssdctl.data.store_folder import real_path
 from ssdctl.distributed import Ranks, collectives
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
 from ssdctl.training.plan import idle_settings
@@ -185,13 +187,22 @@ def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
                 changed[path] = saved
     # The weights of --init are not read again, but another file's are not those of this run.
     init, first = now["train.init"], before.get("train.init")
-    if init is not None and _normal(init) != _normal(first):
-        changed["train.init"] = first
+    if init is not None and init != first:
+        one, other = (_located(source) for source in (init, first))
+        if first is None or (one and other and one != other):
+            changed["train.init"] = first
+        elif not (one and other):
+            log.warning("--init %s is not read: the run began with %s", init, first)
     return changed
 
 
-def _normal(source: object) -> str:
-    return posixpath.normpath(str(source))
+def _located(source: str | None) -> Path | None:
+    """Return the file that `--init` names; None if it is not here."""
+    if source is None or not Path(source).exists():
+        return None
+    with contextlib.suppress(SsdctlError):
+        return Path(real_path(locate_checkpoint(source)))
+    return None
 
 
 def _plain(value: object) -> object:
@@ -211,10 +222,12 @@ class Saver(CheckpointFolder):
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
 
-    def start(self, step: int, checkpoint: Checkpoint | None) -> None:
+    def start(self, step: int, samples: int, checkpoint: Checkpoint | None) -> None:
         """Set aside the checkpoints after `step`, from which the run continues.
 
-        With another global batch that is not the step of the checkpoint.
+        Args:
+            step: With another global batch, not the step of the checkpoint.
+            samples: That the run had seen by that step.
         """
         is_own = checkpoint is not None and self.is_own(checkpoint.path)
         is_same_step = checkpoint is None or step == checkpoint.step
@@ -224,8 +237,10 @@ class Saver(CheckpointFolder):
         resumed, file = self._resumed, None
         if checkpoint is not None and resumed is not None and resumed.exists():
             file = resumed if checkpoint.path.samefile(resumed) else None
+        if checkpoint is not None:
+            self.count_records(checkpoint, self._global_batch)
         if checkpoint is None or not is_own or is_same_step:
-            later = self.go_back(step, file)
+            later = self.go_back(step, samples, file)
         else:
             later = self.renumber(checkpoint, step, self._global_batch, file)
         for path in later:

@@ -223,7 +223,7 @@ class Trainer:
         if checkpoint is not None:
             self.load_state(checkpoint)
         self.saver = Saver(plan, ranks)
-        self.saver.start(self.step, checkpoint)
+        self.saver.start(self.step, self.samples_seen, checkpoint)
         self._folder = FolderWriter(plan, self.step) if ranks.is_main else None
         self.evaluator = Evaluator(
             plan,
@@ -337,7 +337,8 @@ class Trainer:
         """
         for _ in self:
             pass
-        return Run(self.path)
+        has_moved = self.path.absolute() != self.plan.out  # the program, to another folder
+        return Run(self.plan.out if has_moved else self.path)
 
     @public_call()
     def save(self) -> None:
@@ -662,7 +663,7 @@ class Trainer:
         self.load_state(checkpoint)
         self.samples_seen = samples_seen
         self.input.start(samples_seen, self.plan.total_steps - self.step)
-        self.saver.start(self.step, None)
+        self.saver.start(self.step, checkpoint.samples_seen, None)
         rewind = Rewind(self.step, bad_step)
         self._observers.tell(lambda observer: observer.on_rewind(rewind))
         self.recorder.bad_images.start(self._past())

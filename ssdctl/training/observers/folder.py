@@ -57,10 +57,9 @@ class FolderWriter(Observer):
             **images,
         }
         record = self._record("event", start.step, event="started", **facts)
-        if start.step == 0:
-            self._metrics.write(record)
-        else:
-            self._unwritten = record
+        self._unwritten = record
+        if start.step == 0 or not self.past:
+            self._begin()
 
     def _warn_of_other_images(self, images: Record) -> None:
         before = next((r for r in reversed(self.past) if r.get("event") == "started"), {})
@@ -81,6 +80,7 @@ class FolderWriter(Observer):
         self._is_described = True
 
     def on_step(self, step: Step) -> None:
+        self._begin()
         if not self._is_described:  # a start that trains nothing leaves config.toml as it is
             self._describe()
         if step.metrics is not None:
@@ -145,10 +145,14 @@ class FolderWriter(Observer):
         self._write("event", step, event=name, **facts)
 
     def _write(self, kind: str, step: int, **values: Any) -> None:
-        if self._unwritten:
-            self._metrics.write(self._unwritten)
-            self._unwritten = {}
+        self._begin()
         self._metrics.write(self._record(kind, step, **values))
+
+    def _begin(self) -> None:
+        """Write the first record of this start, once it does something."""
+        record, self._unwritten = self._unwritten, {}
+        if record:
+            self._metrics.write(record)
 
     def _record(self, kind: str, step: int, **values: Any) -> Record:
         epoch = round(self._plan.epoch(step), 4)

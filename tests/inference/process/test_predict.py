@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Result as CliResult
 from download.http_server import Server, file
-from PIL import Image
+from PIL import Image, ImageSequence
 
 import ssdctl
 from ssdctl.config.fields import Tiling
@@ -166,6 +166,10 @@ def test_a_stream_may_reuse_its_memory(predictor: Predictor, image_files: list[P
             results.extend(predictor.predict_iter(stream(reused), batch_size=2))
         assert results == expected
         assert np.array_equal(results[0].plot(), expected[0].plot())
+    images[0].save("frames.tif", save_all=True, append_images=images[1:])
+    with Image.open("frames.tif") as frames:
+        found = list(predictor.predict_iter(ImageSequence.Iterator(frames), batch_size=2))
+    assert found == expected
 
 
 @pytest.mark.slow  # importing it takes seconds

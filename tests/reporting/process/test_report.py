@@ -3,12 +3,14 @@
 import base64
 import hashlib
 import html
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,10 +157,14 @@ def test_files_that_are_not_earlier_results_are_kept(
     tiny_run: Path, shapes: Path, name: str, call: Callable[[Path, Path], object]
 ) -> None:
     Path("out").mkdir()
-    Path(name).write_text("mine, not of ssdctl")
-    with pytest.raises(UsageError, match=name):
-        call(tiny_run, shapes)
-    assert Path(name).read_text() == "mine, not of ssdctl"
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("mine.txt", "not of ssdctl")
+    for mine in (b"mine, not of ssdctl", archive.getvalue()):
+        Path(name).write_bytes(mine)
+        with pytest.raises(UsageError, match=name):
+            call(tiny_run, shapes)
+        assert Path(name).read_bytes() == mine
 
 
 def test_run_without_checkpoint_or_evaluation(run: Path, tmp_path: Path, cli: Cli) -> None:

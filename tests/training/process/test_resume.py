@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 def steps(run: Path, kind: str = "train") -> list[int]:
     return [record["step"] for record in records(run, kind)]
+
+
+def same_weights(file: Path, weights: Mapping[str, torch.Tensor]) -> bool:
+    now = load_checkpoint(file).model
+    return all(torch.equal(weights[name], now[name]) for name in weights)
 
 
 def test_records_reach_the_disk_before_the_checkpoint_after_them(
@@ -187,10 +193,10 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
 
 @pytest.mark.parametrize("best", [3, 6])
 def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(
-    run: Path, train: Train, best: int
+    tmp_path: Path, train: Train, best: int
 ) -> None:
     """The steps of the run before are counted anew; the checkpoint of step 6 becomes step 3."""
-    options = ["--eval-every", "3st", "--keep", 9]
+    run, options = tmp_path / "run", ["--eval-every", "3st", "--save-every", "1st", "--keep", 9]
     train(*options, "--steps", 6)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
@@ -205,8 +211,14 @@ def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(
         assert steps(run) == sorted(set(steps(run)))
         assert steps(run, "eval") == [1, 3, *range(4, total + 1)]
         assert last(run).best_ap == 0.9
-        now = load_checkpoint(run / "checkpoints/best.pt").model
-        assert all(torch.equal(weights[name], now[name]) for name in weights)
+        assert same_weights(run / "checkpoints/best.pt", weights)
+    newest, first = (run / f"checkpoints/step-0000000{n}.pt" for n in (5, 2))
+    newest.write_bytes(newest.read_bytes()[:2000])
+    train(*options, "--accumulate", 2, "--steps", 5, "--resume-changed")
+    assert same_weights(run / "checkpoints/best.pt", weights)
+    train(*options, "--steps", 3, "--resume-changed", "--resume", first)
+    assert (steps(run), steps(run, "eval")) == ([3], [3])  # as the smaller batch counts
+    assert same_weights(run / "checkpoints/best.pt", weights) == (best == 3)  # trained again
 
 
 def test_a_run_does_not_continue_from_the_first_weights_of_another(
@@ -217,5 +229,8 @@ def test_a_run_does_not_continue_from_the_first_weights_of_another(
     train("--steps", 2, "--init", one, out=tuned)
     for force in ([], ["--resume-changed"]):
         assert f"--init {one}" in train("--steps", 4, "--init", other, *force, out=tuned, code=2)
-    train("--steps", 4, "--init", one, out=tuned)
-    assert steps(tuned) == [1, 2, 3, 4]
+    same = os.path.relpath(one)
+    train("--steps", 4, "--init", same, out=tuned)
+    Path(one).unlink()  # whether it is the same file is not known
+    assert "not read" in train("--steps", 5, "--init", other, out=tuned)
+    assert steps(tuned) == [1, 2, 3, 4, 5]
