@@ -40,7 +40,7 @@ from ssdctl.data.image_files import (
     size_or_none,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_text
+from ssdctl.files import read_errors, read_limited, read_text
 from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
@@ -182,12 +182,9 @@ def _find_darknet(root: Path, file: Path | None = None) -> tuple[Path, dict[str,
     for path in [file] if file else [path for path in below if path.suffix == ".data"]:
         if path.stat().st_size > MAX_YAML_BYTES:
             continue
-        try:
-            pairs = [line.partition("=") for _, line in read_lines(path, MAX_YAML_BYTES)]
-        except DataError:
-            if file:
-                raise
-            continue  # not a text file
+        with read_errors(path):  # a comment may have another encoding
+            text = read_limited(path, MAX_YAML_BYTES).decode("utf-8-sig", "replace")
+        pairs = [line.partition("=") for line in text.splitlines()]
         content: dict[str, Any] = {k.strip(): v.strip() for k, is_set, v in pairs if is_set}
         if "names" in content:
             tail = parts_of(content["names"])

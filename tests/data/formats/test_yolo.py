@@ -148,7 +148,7 @@ def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
         tree(tmp_path, {"other.names": "x\n"})  # not the only one: only *.data decides
         with pytest.raises(DataError, match=re.escape(str(tmp_path))):
             find(tmp_path)
-        tree(tmp_path, {"my.data": f"classes = 2\n{data}\n"})
+        (tmp_path / "my.data").write_bytes(f"# donn\xe9es\n{data}\n".encode("latin-1"))
     assert find(tmp_path)[0] == "yolo"
     assert boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
 
