@@ -96,7 +96,9 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         lambda t: t[list(range(len(t)))[::-1]],
         lambda t: t.index_select(0, torch.arange(len(t)).flip(0)),
         lambda t: torch.flip(t, [0]),
-        lambda t: torch.cat([t[1:], t[:1]]),
+        lambda t: torch.cat(tensors=[t[1:], t[:1]]),
+        lambda t: torch.stack([*t][::-1]),
+        lambda t: torch.cat(t.split(1)[::-1]),
         lambda t: t.repeat_interleave(2, dim=0),
         lambda t: t.clone()[:0],
     ],
@@ -118,6 +120,22 @@ def test_crowds_follow_labels(
     for (_, plain), (_, after) in zip(*items, strict=True):
         assert after["iscrowd"].tolist() == select(plain["iscrowd"]).tolist()
         assert {type(after[name]) for name in ("labels", "all_labels")} == {torch.Tensor}
+
+    def sorted_(image: Any, target: Any) -> Any:
+        labels, order = target["labels"].sort(descending=True)
+        return image, {**target, "boxes": target["boxes"][order], "labels": labels}
+
+    def rebuilt(image: Any, target: Any) -> Any:
+        labels = torch.tensor([9, *target["labels"]][:-1])
+        return image, {**target, "labels": labels}
+
+    for (_, plain), (_, after) in zip(
+        items[0], ssdctl.Dataset(dataset, "val", transforms=sorted_), strict=True
+    ):
+        order = plain["labels"].sort(descending=True).indices
+        assert after["iscrowd"].tolist() == plain["iscrowd"][order].tolist()
+    with pytest.raises(UsageError, match="iscrowd"):
+        [*ssdctl.Dataset(dataset, "val", transforms=rebuilt)]
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
