@@ -53,26 +53,26 @@ def is_image_name(name: str) -> bool:
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, and in links that are no cycle.
 
-    Images have the name of each link to their folder; labels have one name in each split.
+    A folder has one name in each split: its own if it is below, else that of the first link.
     """
     visited = set[tuple[str, str | None]]()
-    above = dict[str, set[str]]()  # real paths of the folders above, by folder
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real, reals = os.path.realpath(parent), above.pop(parent, set[str]())
-        if real in reals:
-            folders.clear()
-            continue
-        folders[:] = sorted(
-            f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))
-        )
-        above |= dict.fromkeys((f"{parent}/{f}" for f in folders), reals | {real})
-        prefix = os.path.relpath(parent, folder)
-        if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
-            folders.clear()
-        is_repeated = (real, split_of(prefix)) in visited
-        visited.add((real, split_of(prefix)))
-        for file in filter(is_image_name, files) if is_repeated else files:
-            yield file if prefix == "." else f"{prefix}/{file}"
+    unread = [folder]  # links to folders are read after all folders
+    for top in unread:
+        for parent, folders, files in os.walk(top):
+            real, prefix = os.path.realpath(parent), os.path.relpath(parent, folder)
+            if (real, split_of(prefix)) in visited:
+                folders.clear()
+                continue
+            visited.add((real, split_of(prefix)))
+            folders[:] = sorted(
+                f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))
+            )
+            if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
+                folders.clear()
+            links = [link for f in folders if (link := Path(parent, f)).is_symlink()]
+            unread += [f for f in links if not Path(real).is_relative_to(os.path.realpath(f))]
+            for file in files:
+                yield file if prefix == "." else f"{prefix}/{file}"
 
 
 def _is_store(folder: str) -> bool:

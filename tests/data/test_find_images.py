@@ -293,3 +293,12 @@ def test_the_class_of_kitti_may_have_spaces(tmp_path: Path, line: str, name: str
     train = read_dataset(data, AUTOMATIC)["train"]
     assert [c.name for c in train.classes] == [name]
     assert train.boxes.tolist() == [[5, 6, 20, 20]]
+
+
+def test_a_link_to_a_folder_has_no_other_images(tmp_path: Path) -> None:
+    folders = [f"data/v{n}" for n in range(12)]
+    dataset(tmp_path, " ".join(f"{f}/{f[6:]}.jpg" for f in folders), {"l.csv": csv("0.jpg 1.jpg")})
+    for name in folders:
+        for other in folders:
+            (tmp_path / name / f"to-{other[5:]}").symlink_to(tmp_path / other)
+    assert used(tmp_path) == {"train": ["data/v0/0.jpg", "data/v1/1.jpg"]}

@@ -295,7 +295,7 @@ def _named_images(
             raise DataError(problem, hint="correct the paths, which are relative to this file")
         own = parts_of(found)
         if own and [*before, *parts][-len(own) :] != own:
-            notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
+            notes.append(f"{origin.name}: {split}: {text}: {found} is used")
         if found.endswith(".txt"):
             path, folder = finder.root / found, found.rpartition("/")[0]
             names = (line.strip() for _, line in read_lines(path, MAX_LIST_BYTES))
@@ -326,7 +326,7 @@ def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | No
     """Return a list of images, or a folder with images, which may have another path than written.
 
     Leading folders may be absent, and the folder of the split may have another usual name, as `val`
-    for `valid`. A folder of a split is never left out.
+    for `valid`. A folder of a split is never left out. A link may be to a folder that is read.
     """
     split, wanted = split_of("/".join(parts)), [*before, *parts]
     written = [wanted[start:] for start in range(len(wanted) + (not parts))]
@@ -338,7 +338,10 @@ def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | No
             return path
         if any(own[: len(end)] == end for own in finder.files.values()):
             return path
-    return None
+    links = [finder.root.joinpath(*end).resolve() for end in written if end]
+    folders = {tuple(own[:n]) for own in finder.files.values() for n in range(1, len(own))}
+    same = sorted(f for f in folders if finder.root.joinpath(*f).resolve() in links)
+    return "/".join(same[0]) if same else None
 
 
 def _renamed(parts: list[str], split: str | None) -> Iterator[list[str]]:
