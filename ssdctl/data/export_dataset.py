@@ -13,7 +13,7 @@ import logging
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -72,14 +72,12 @@ def export_dataset(
 
 def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
     entries = next(iter(splits.values())).classes
-    counts = Counter(entry.name for entry in entries)
-    names = [c.name if counts[c.name] == 1 else f"{c.name} (id {c.id})" for c in entries]
+    names = _unique([c.name for c in entries], [c.id for c in entries], "{} (id {})")
     classes = dict(zip(names, entries, strict=True))
-    if len(counts) < len(names) and target != "coco":
-        log.warning(
-            "classes with the same name are written with their ids, such as %s",
-            next(name for name in names if name not in counts),
-        )
+    renamed = [name for name, entry in classes.items() if name != entry.name]
+    if renamed and target != "coco":
+        text = "classes with the same name are written with their ids, such as %s"
+        log.warning(text, renamed[0])
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     for name, split in splits.items():
         rows = _rows(name, split)
@@ -115,7 +113,8 @@ def _yaml(content: dict[str, Any]) -> str:
 
 def _images(split: Split, rows: Iterable[int], classes: list[str]) -> Iterator[_Exported]:
     annotations = read_annotations(split.index_file)
-    names = _unique_names(annotations.file_names, split.image_ids.tolist())
+    stems = [PurePosixPath(name).stem for name in annotations.file_names]
+    names = _unique(stems, split.image_ids.tolist(), "{}-{}")
     ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
     starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))
     for row in rows:
@@ -159,13 +158,12 @@ def _header(content: bytes) -> Header:
         return read_header(image)
 
 
-def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
-    """Return the images' names without folders and suffix; duplicates get the image id added."""
-    stems = [PurePosixPath(name).stem for name in file_names]
-    counts = Counter(stems)
-    taken = {stem for stem in stems if counts[stem] == 1}
-    pairs = zip(stems, image_ids, strict=True)
-    return [s if counts[s] == 1 else free_name(f"{s}-{n}", taken) for s, n in pairs]
+def _unique(names: list[str], ids: Sequence[int | None], pattern: str) -> list[str]:
+    """Return distinct names: duplicates are written with their ids."""
+    counts = Counter(names)
+    taken = {name for name in names if counts[name] == 1}
+    pairs = zip(names, ids, strict=True)
+    return [s if counts[s] == 1 else free_name(pattern.format(s, n), taken) for s, n in pairs]
 
 
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:

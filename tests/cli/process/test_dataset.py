@@ -82,6 +82,25 @@ def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
         assert (result.code, "in the dataset" in result.err) == (2, True), result.err
 
 
+def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
+    entry = {"width": 100, "height": 50, "id": 1, "file_name": "a.jpg"}
+    box = {"image_id": 1, "bbox": [1, 2, 30, 20], "area": 600, "iscrowd": 0}
+    names = ("bolt", "bolt", "bolt (id 2)")
+    content = {
+        "images": [entry],
+        "annotations": [{**box, "id": n, "category_id": n} for n in (1, 2, 3)],
+        "categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)],
+    }
+    exports.tree(Path("data"), {"train2017/a.jpg": None, "train.json": json.dumps(content)})
+    for target in ("coco", "yolo"):
+        cli("dataset", "export", "data", "--to", target, "--out", target).expect(0)
+    exported = json.loads(Path("coco/annotations/instances_train2017.json").read_text())
+    assert [c["name"] for c in exported["categories"]] == [*names]
+    assert [a["category_id"] for a in exported["annotations"]] == [1, 2, 3]
+    lines = Path("yolo/labels/train/a.txt").read_text().splitlines()
+    assert [line[0] for line in lines] == ["0", "1", "2"]
+
+
 def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:
     from pyarrow import parquet
 
