@@ -179,7 +179,7 @@ def read_and_convert(
         is_remembered: The conversion is the last one, so its --split does not apply to a dataset
             that has validation images by now.
     """
-    options, division = _last_division(root, store) if store else (None, Division())
+    division = _last_division(root, store) if store else Division()
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
     for name, part in read.items():
@@ -200,12 +200,12 @@ def read_and_convert(
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
-        is_same = options == (conversion.split, conversion.group)
-        known = division.sides if is_same else NOTHING_KNOWN
+        options = conversion.split, conversion.group
+        known = division.sides if division.options == options else NOTHING_KNOWN
         train, val = divided(whole, conversion.split, conversion.group, below, known)
         now = dict.fromkeys(paths_below(below, train.file_names), True)
         now |= dict.fromkeys(paths_below(below, val.file_names), False)
-        division, num_moved = next_division(division, now)
+        division, num_moved = next_division(division._replace(options=options), now)
         if num_moved:
             note = (
                 "images that --split held out before and that are trained on now, or the reverse, "
@@ -225,21 +225,21 @@ def read_and_convert(
     return {s: splits[s] for s in SPLITS if s in splits}, conversion, division
 
 
-def _last_division(
-    root: Path, store: Path
-) -> tuple[tuple[float | None, str | None] | None, Division]:
-    """Return --split and --group of the last time, and how a store was divided by them."""
+def _last_division(root: Path, store: Path) -> Division:
+    """Return how a store was divided by the last --split."""
     store = store if index.last_made(store) else usual_store(root)
     if (made := index.last_made(store)) is None:
-        return None, Division()
+        return Division()
     division = Division()
     with contextlib.suppress(DataError):
         division = read_sources(store / made.sources).division
-    if made.conversion.split is not None and not division.sides:
+    if (split := made.conversion.split) is not None and not division.sides:
         text = "%s: the last division by --split is lost, so images are divided again"
         log.warning(text, store)
-        return None, Division()
-    return (made.conversion.split, made.conversion.group), division._replace(key=made.division)
+        return Division()
+    if split is not None:
+        division = division._replace(options=(split, made.conversion.group))
+    return division._replace(key=made.division)
 
 
 def _image_dir(root: Path, folder: str) -> str:

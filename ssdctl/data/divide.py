@@ -33,6 +33,7 @@ class Division(NamedTuple):
     key: str | None = None  # it stays the same as long as no image moves; None: not divided
     sides: Mapping[str, bool] = NOTHING_KNOWN  # path of each image ever divided: trained on?
     gone: Collection[str] = ()  # paths of those that were not there the last time
+    options: tuple[float, str | None] | None = None  # --split and --group that made the sides
 
 
 def divided(
@@ -128,7 +129,8 @@ def next_division(last: Division, now: Mapping[str, bool]) -> tuple[Division, in
         held = sorted(path for path, is_train in now.items() if not is_train)
         text = "\0".join([*([key] if key else []), *held])  # no earlier key is used again
         key = hashlib.sha256(os.fsencode(text)).hexdigest()[:12]
-    return Division(key, {**{path: last.sides[path] for path in gone}, **now}, gone), num_moved
+    sides = {**{path: last.sides[path] for path in gone}, **now}
+    return last._replace(key=key, sides=sides, gone=gone), num_moved
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:

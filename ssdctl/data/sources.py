@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -27,7 +28,14 @@ from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
 from ssdctl.errors import SsdctlError
-from ssdctl.files import is_utf8, open_regular, read_errors, write_bytes
+from ssdctl.files import (
+    DECODE_ERRORS,
+    is_utf8,
+    msgspec_type,
+    open_regular,
+    read_errors,
+    write_bytes,
+)
 from ssdctl.runtime.safe_text import counted
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
@@ -146,7 +154,7 @@ def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[
 def write_sources(store: Path, sources: Sources) -> str:
     """Write the table to a store, and return the file's name, which depends on the content."""
     kind_of = {side: kind for kind, side in SIDES.items()}
-    _, sides, gone = sources.division
+    _, sides, gone, options = sources.division
     divided = [kind_of[is_train, path in gone] for path, is_train in sides.items()]
     kinds = np.array([UNLISTED_IMAGE] * len(sources.unlisted) + divided, np.int64)
     values = [
@@ -154,7 +162,8 @@ def write_sources(store: Path, sources: Sources) -> str:
         *(np.concatenate([column, kinds]) for column in sources[1:4]),
     ]
     arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
-    table = pa.table(arrays, schema=pa.schema(COLUMNS.items()))
+    metadata = {"options": msgspec.json.encode(options)} if options else None
+    table = pa.table(arrays, schema=pa.schema(COLUMNS.items(), metadata=metadata))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -171,7 +180,15 @@ def read_sources(path: Path) -> Sources:
     kinds = [*zip(names, num_bytes.tolist(), strict=True)]
     unlisted = [name for name, kind in kinds if kind == UNLISTED_IMAGE]
     sides = {name: SIDES[kind] for name, kind in kinds if kind in SIDES}
+    options = None
+    if encoded := (table.schema.metadata or {}).get(b"options"):
+        try:
+            kind = msgspec_type(tuple[float, str | None])
+            options = msgspec.json.decode(encoded, type=kind)
+        except DECODE_ERRORS as error:
+            raise index.damaged(path, error) from None
     division = Division(
+        options=options,
         sides={name: is_train for name, (is_train, _) in sides.items()},
         gone={name for name, (_, is_gone) in sides.items() if is_gone},
     )

@@ -159,6 +159,8 @@ def test_renamed_images_stay_in_place(tmp_path: Path, caplog: pytest.LogCaptureF
     first = divide("a/x*")
     for name in ("b/x*", "x*", "c/x*.rf.01", "x*.rf.a2"):
         assert divide(name) == first
+    prepare(root, store, INDEX_ONLY, Conversion())
+    assert divide("d/x*")[0] == first[0]
     _, division, num_notes = divide("y/x-*")
     assert (division != first[1], num_notes) == (True, 1)
     (sources,) = store.glob("sources-*")
