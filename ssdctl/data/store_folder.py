@@ -79,19 +79,41 @@ def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
     from ssdctl.data.annotations import SPLITS
     from ssdctl.data.image_files import dataset_folder
 
-    def is_dataset(folder: Path) -> bool:
+    def is_read(folder: Path) -> bool:
         if root is not None:
-            return str(folder) == real_path(dataset_folder(root))
+            own = str(folder) == real_path(dataset_folder(root))
+            return own and _would_read(root, folder, real)
         found = (index.read_metadata(usual_store(folder), split) for split in SPLITS)
         origins = (Path(real_path(metadata.origin)) for metadata in found if metadata)
-        return any(origin.is_relative_to(folder) for origin in origins)
+        is_prepared = any(origin.is_relative_to(folder) for origin in origins)
+        return is_prepared and _would_read(folder, folder, real)
 
     real = Path(real_path(out))
-    for folder in filter(is_dataset, (real, *real.parents)):
+    for folder in filter(is_read, (real, *real.parents)):
         raise UsageError(
             f"--out {out}: is in the dataset {folder}, which would be read with these labels",
             hint="choose a folder outside of the dataset",
         )
+
+
+def _would_read(root: Path, folder: Path, out: Path) -> bool:
+    """Return whether `prepare` would read labels in `out`: of COCO, only those in usual folders."""
+    from ssdctl.data.annotations import split_of
+    from ssdctl.data.find_images import STANDARD
+    from ssdctl.data.formats import coco
+    from ssdctl.data.image_files import ANNOTATION_FOLDERS
+
+    try:
+        # Labels of another format make a folder ambiguous, if it is not laid out as COCO's.
+        splits = coco.splits_of(root) if root.is_file() else coco.own_splits(root)
+    except DataError:
+        return True
+    below = out.relative_to(folder).parts
+    if not splits or not below or below[0] in (*STANDARD, *ANNOTATION_FOLDERS):
+        return True
+    paths = {p for files in splits.values() for p in (*files.images, files.annotations.parent)}
+    named = {real_path(path) for path in paths} - {str(folder)}
+    return split_of(below[0]) is not None or any(out.is_relative_to(path) for path in named)
 
 
 def real_path(path: str | Path) -> str:

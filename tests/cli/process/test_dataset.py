@@ -80,6 +80,11 @@ def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
     for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
         result = cli(*command.split(), "--out", dataset / "images/new")
         assert (result.code, "in the dataset" in result.err) == (2, True), result.err
+    labels = next(dataset.glob("annotations/*train.json")).rename("labels.json")
+    (dataset / "images/train").rename("images")
+    for out, code in (("train", 2), ("new", 0)):
+        result = cli("dataset", "export", labels, "--to", "yolo", "--out", out)
+        assert result.code == code, result.err
 
 
 def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
