@@ -140,11 +140,11 @@ def no_follow(path: str | Path, flags: int) -> int:
 
 
 def _temporary(path: Path) -> Path:
-    name = _shortened(path.name)
+    name = shortened(path.name)
     return path.with_name(f".{name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """Shorten a name so that the longest one of a file system has a temporary name, too."""
     return name.encode("utf-8", "surrogateescape")[:MAX_IN_TEMPORARY].decode("utf-8", "ignore")
 
@@ -361,7 +361,7 @@ def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     Call it before this process writes to the folder, which need not exist: in a restarted pod this
     process often has the same id as the dead writer.
     """
-    removed, names = [], tuple(map(_shortened, names))
+    removed, names = [], tuple(map(shortened, names))
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         match = TEMPORARY_NAME.fullmatch(path.name)
         if match is None or (names and match[1] not in names):

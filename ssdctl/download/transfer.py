@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import threading
 import time
@@ -41,7 +42,14 @@ from ssdctl.download.http import (
 )
 from ssdctl.download.pinned_files import PART_SUFFIX
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import DECODE_ERRORS, disk_errors, msgspec_type, no_follow, sync_dir
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_errors,
+    msgspec_type,
+    no_follow,
+    shortened,
+    sync_dir,
+)
 from ssdctl.runtime.safe_text import redact_url
 from ssdctl.runtime.system import run_in_daemon_thread
 
@@ -167,7 +175,10 @@ class PartialFile:
 
 
 def partial_path(target: Path) -> Path:
-    return target.with_name(f".{target.name}{PART_SUFFIX}")
+    name = shortened(target.name)
+    if name != target.name:  # others may begin like it
+        name += f"-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:8]}"
+    return target.with_name(f".{name}{PART_SUFFIX}")
 
 
 class _Halted(Exception):  # noqa: N818 - not an error for the user
