@@ -197,6 +197,36 @@ class Plan:
         shared, per_class = find_backbone(self.config.model.backbone).PARAMETERS
         return 4 * copies * (shared + num_classes * per_class)
 
+    def idle_settings(self) -> Iterator[tuple[Sequence[str], str, str]]:
+        """Yield settings that change nothing in this run, why, and what to do with the option."""
+        config = self.config.train
+        if config.fake_data:
+            reason = "does nothing with --fake-data, which reads and evaluates no image"
+            yield [*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT
+        if config.overfit is not None:
+            yield AUGMENTATION, "does nothing: --overfit trains on plain images", LEAVE_IT_OUT
+        names = augmentation_names(config.augment)
+        if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
+            yield (
+                ["train.hue_degrees"],
+                f"does nothing with --augment {config.augment}",
+                LEAVE_IT_OUT,
+            )
+        if not (self.background or config.fake_data):
+            reason = "does nothing: the run has no images without objects"
+            yield (
+                ["train.background_negatives"],
+                reason,
+                "leave it out, or add --background FRACTION",
+            )
+        if config.init is not None and self.config.model.weights != "none":
+            yield ["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT
+        if config.execution == "eager":
+            yield ["train.overlap_gradients"], "does nothing with --execution eager", LEAVE_IT_OUT
+        if not {*config.tracker} - {"tensorboard"}:
+            reason = "does nothing without a tracker that keeps files"
+            yield ["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow"
+
     def as_json(self) -> dict[str, Any]:
         """Return the numbers that `train --dry-run --json` prints."""
         return {
@@ -352,33 +382,10 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
             f"--background {config.background:g}: no training image is without objects",
             hint="list such images, with an empty label file each, or leave --background out",
         )
-    for idle in idle_settings(plan):
+    for idle in plan.idle_settings():
         plan.config.require_not_given(*idle)
     _check_warmup_steps(plan)
     _check_batch_norm(plan)
-
-
-def idle_settings(plan: Plan) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Yield settings that change nothing in this run, why, and what to do with the option."""
-    config = plan.config.train
-    if config.fake_data:
-        reason = "does nothing with --fake-data, which reads and evaluates no image"
-        yield [*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT
-    if config.overfit is not None:
-        yield AUGMENTATION, "does nothing: --overfit trains on plain images", LEAVE_IT_OUT
-    names = augmentation_names(config.augment)
-    if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
-        yield ["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT
-    if not (plan.background or config.fake_data):
-        reason = "does nothing: the run has no images without objects"
-        yield ["train.background_negatives"], reason, "leave it out, or add --background FRACTION"
-    if config.init is not None and plan.config.model.weights != "none":
-        yield ["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT
-    if config.execution == "eager":
-        yield ["train.overlap_gradients"], "does nothing with --execution eager", LEAVE_IT_OUT
-    if not {*config.tracker} - {"tensorboard"}:
-        reason = "does nothing without a tracker that keeps files"
-        yield ["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow"
 
 
 def _check_warmup_steps(plan: Plan) -> None:

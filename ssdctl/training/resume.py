@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ssdctl.checkpoint.file import load_resumable, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
-from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.config.render import snapshot
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
@@ -22,7 +21,6 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
-from ssdctl.training.plan import idle_settings
 from ssdctl.training.small_data import DECAY, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -178,7 +176,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values that the checkpoint was trained with, of the settings that differ."""
-    now, idle = snapshot(plan.config), {p for paths, *_ in idle_settings(plan) for p in paths}
+    now, idle = snapshot(plan.config), {p for paths, *_ in plan.idle_settings() for p in paths}
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared and path not in idle:
@@ -198,6 +196,8 @@ def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
 
 def _located(source: str | None) -> Path | None:
     """Return the file that `--init` names; None if it is not here."""
+    from ssdctl.checkpoint.locate import locate_checkpoint  # late: the loop needs no downloads
+
     if source is None or not Path(source).exists():
         return None
     with contextlib.suppress(SsdctlError):

@@ -195,7 +195,7 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
 def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(
     tmp_path: Path, train: Train, best: int
 ) -> None:
-    """The steps of the run before are counted anew; the checkpoint of step 6 becomes step 3."""
+    """The steps of the run before get new numbers; the checkpoint of step 6 becomes step 3."""
     run, options = tmp_path / "run", ["--eval-every", "3st", "--save-every", "1st", "--keep", 9]
     train(*options, "--steps", 6)
     lines = (run / "metrics.jsonl").read_text().splitlines()
