@@ -28,25 +28,10 @@ Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # the random numbers are drawn per epoch
 HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
-# Functions that choose, repeat or reorder the elements of their first argument.
-SELECTING = {
-    *("getitem", "index_select", "masked_select", "take", "take_along_dim", "gather", "narrow"),
-    *("flip", "flipud", "roll", "cat", "concat", "concatenate", "hstack", "stack"),
-    *("repeat", "repeat_interleave", "tile", "expand", "broadcast_to"),
-    *("unbind", "split", "split_with_sizes", "tensor_split", "chunk"),
-    *("reshape", "view", "flatten", "squeeze", "unsqueeze"),
-}
-# Functions that keep the order of the elements.
-ELEMENTWISE = {
-    *("clone", "detach", "contiguous", "get", "to", "type", "cpu", "long", "int", "where"),
-    *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "mod", "remainder", "clamp"),
-    *("minimum", "maximum", "masked_fill", "index_fill", "bucketize", "searchsorted"),
-    *("full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros"),
-}
 
 
 class _Labels(Tensor):
-    """Labels of an image with crowds: `is_crowd`, (G,), follows what transforms do to them."""
+    """Labels of an image with crowds: `labels[index]` indexes `is_crowd`, (G,), as well."""
 
     is_crowd: Tensor
 
@@ -58,40 +43,14 @@ class _Labels(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            after = func(*args, **options)
-            args = *(options.pop(key) for key in ("input", "tensors") if key in options), *args
-            if not args or func is Tensor.as_subclass:
-                return after
-            is_list = isinstance(args[0], (list, tuple))
-            parts, name = args[0] if is_list else args[:1], func.__name__.strip("_")
-            if any(isinstance(part, cls) for part in parts):
-                if name in SELECTING:
-                    given = [p.is_crowd if isinstance(p, cls) else p * 0 for p in parts]
-                    return cls._marked(
-                        after, func(given if is_list else given[0], *args[1:], **options)
-                    )
-                if name in ("sort", "topk") and after.indices.dim() == 1:
-                    values, indices = after
-                    return type(after)((cls._marked(values, parts[0].is_crowd[indices]), indices))
-            marked = [part for part in (*args, *options.values()) if isinstance(part, cls)]
-            if isinstance(after, Tensor) and name in SELECTING | ELEMENTWISE:
-                flags = [part.is_crowd for part in marked if part.shape == after.shape]
-                if flags and all(torch.equal(flags[0], other) for other in flags):
-                    return cls._marked(after, flags[0])
+            after = func(*args, **(kwargs or {}))
+            if func is Tensor.__getitem__ and isinstance(args[0], cls):
+                return cls.of(after, args[0].is_crowd[args[1]])
             return after
 
-    @classmethod
-    def _marked(cls, after: Any, is_crowd: Any) -> Any:
-        """Return labels, or a sequence of them, with their flags; others as they are."""
-        if isinstance(after, (list, tuple)):
-            return type(after)(map(cls._marked, after, is_crowd))
-        is_other = type(after) is not Tensor or after.is_floating_point()
-        return after if is_other or after.shape != is_crowd.shape else cls.of(after, is_crowd)
-
     def __deepcopy__(self, memo: object) -> Tensor:
-        return self.clone()
+        return self.of(self.as_subclass(Tensor).clone(), self.is_crowd)
 
 
 class Dataset(torch.utils.data.Dataset[Item]):
@@ -113,7 +72,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         store: Folder of the prepared data; None is `prepared/` in the dataset folder.
         transforms: Called with an image and its target, as `torchvision.transforms.v2` takes them:
             the image is a `tv_tensors.Image`, `boxes` are `tv_tensors.BoundingBoxes`. Returns both.
-            If it indexes `boxes` and `labels` alike, `iscrowd` and `area` follow.
+            `area` and `iscrowd` follow `boxes` and `labels[index]`; if they are chosen or reordered
+            otherwise, so must `iscrowd` be.
 
     Attributes:
         class_names: Names of the labels 1 and up; a network has one more class, the background.
@@ -247,25 +207,23 @@ class Dataset(torch.utils.data.Dataset[Item]):
         assert self._transforms is not None
         size = tuple(image.shape[-2:])
         target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
-        before = is_crowd = target["iscrowd"]
-        old_labels = target["labels"].tolist()
-        if is_crowd.any():  # SanitizeBoundingBoxes removes boxes and labels only
-            target["labels"] = _Labels.of(target["labels"], is_crowd)
+        before = target["iscrowd"]
+        if before.any():  # SanitizeBoundingBoxes removes boxes and labels only
+            target["labels"] = _Labels.of(target["labels"], before)
         image, target = self._transforms(tv_tensors.Image(image), target)
-        boxes, labels = target["boxes"], target["labels"]
-        is_lost = not isinstance(labels, _Labels) and torch.as_tensor(labels).tolist() != old_labels
-        if isinstance(labels, _Labels):
-            is_crowd = labels.is_crowd
+        boxes, labels, after = target["boxes"], target["labels"], target.get("iscrowd", before)
         target |= {n: v.as_subclass(Tensor) for n, v in target.items() if isinstance(v, _Labels)}
-        given = [*map(int, target.get("iscrowd", before))]
-        if len(given) != len(boxes) or given == before.tolist():  # the transforms left it as it was
-            is_crowd = is_crowd if before.any() else before.new_zeros(len(boxes))
-            if len(is_crowd) != len(boxes) or (is_lost and before.any()):
-                raise UsageError(
-                    "transforms: changed the boxes of an image with crowds, but not `iscrowd`",
-                    hint="index `iscrowd`, or `labels`, as `boxes`",
-                )
-            target["iscrowd"] = is_crowd
+        if len(after) != len(boxes) or [*map(int, after)] == before.tolist():
+            if isinstance(labels, _Labels):
+                after = labels.is_crowd
+            elif not before.any():
+                after = before.new_zeros(len(boxes))
+        if len(after) != len(boxes):
+            raise UsageError(
+                "transforms: changed the boxes of an image with crowds, but not `iscrowd`",
+                hint="index `iscrowd`, or `labels`, as `boxes`",
+            )
+        target["iscrowd"] = after
         plain = torch.as_tensor(boxes).as_subclass(Tensor)
         extent = plain[:, 2:]
         if getattr(boxes, "format", tv_tensors.BoundingBoxFormat.XYXY).value == "XYXY":
