@@ -132,11 +132,10 @@ def _as_json(job: Job) -> dict[str, object]:
 
 
 def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
-    from ssdctl.launch.base import BatchEngine
+    from ssdctl.launch.base import WRITTEN, BatchEngine
 
     path = Path(write)
-    if path.exists():
-        call.console.info(f"{write} exists and is replaced")
+    files.require_own_file(path, "--write", f"(?s).*{WRITTEN}")
     files.write_text(path, job.to_script())
     if job.manifest is None:
         mode = path.stat().st_mode

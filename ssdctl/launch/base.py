@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Write = Callable[[str], object]
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 POLL_S = 2.0
+WRITTEN = "# Written by ssdctl launch."  # a line of what --write writes
 UNREACHABLE_S = 120.0  # how long the controller of a batch engine may be unavailable
 # Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
 # outer torchrun; PET_* are torchrun's options.
@@ -115,7 +116,7 @@ class Job:
         if self.text is not None:
             return self.text
         exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
-        lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", UNSET_OUTER_JOB, *exports]
+        lines = ["#!/usr/bin/env bash", WRITTEN, UNSET_OUTER_JOB, *exports]
         words = [shlex.quote(argument) for argument in self.argv]
         for argument, word in self.script_words.items():
             words[self.argv.index(argument)] = word

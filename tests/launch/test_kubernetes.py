@@ -300,6 +300,7 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
 def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:
     arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
     output = cli(*arguments, "--dry-run").out
-    assert cli(*arguments, "--write", "job.yaml").code == 0
+    for _ in range(2):
+        assert cli(*arguments, "--write", "job.yaml").code == 0
     assert Path("job.yaml").read_text() == output
     assert not os.access("job.yaml", os.X_OK)

@@ -25,6 +25,7 @@ from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.base import (
     POLL_S,
+    WRITTEN,
     BatchEngine,
     Job,
     LaunchRequest,
@@ -290,4 +291,4 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
     Dumper.add_representer(str, text)
     written = yaml.dump(document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False)
-    return f"# Written by ssdctl launch.\n{written}"
+    return f"{WRITTEN}\n{written}"

@@ -23,6 +23,7 @@ from ssdctl.launch.base import (
     FREE_PORT,
     POLL_S,
     UNSET_OUTER_JOB,
+    WRITTEN,
     BatchEngine,
     Job,
     LaunchRequest,
@@ -61,7 +62,7 @@ RESUME = "command+=(--resume=auto)"
 SCRIPT = """\
 #!/usr/bin/env bash
 {directives}
-# Written by ssdctl launch.
+{written}
 set -u
 {unset}
 {exports}export MASTER_ADDR
@@ -132,6 +133,7 @@ class Slurm(BatchEngine):
             directives="\n".join(
                 f"#SBATCH {option}" for option in self._directives(request, ranks, cores)
             ),
+            written=WRITTEN,
             unset=UNSET_OUTER_JOB,
             exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
             head="127.0.0.1" if config.nodes == 1 else HEAD,
