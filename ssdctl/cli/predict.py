@@ -22,6 +22,7 @@ from ssdctl.files import (
     make_dir,
     refuse_replacing,
     remove_stale_temporaries,
+    require_own_file,
 )
 from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
@@ -145,7 +146,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     """Return the file of each drawn image; one of the images themselves is refused."""
-    from ssdctl.data.drawing import DRAWN_FORMATS
+    from ssdctl.data.drawing import DRAWN_FORMATS, require_drawn
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
@@ -156,6 +157,7 @@ def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     for target in targets:
         if (image := images.get(target.resolve())) is not None:
             refuse_replacing(image, target, "--out")
+        require_drawn(target, "--out")
     return targets
 
 
@@ -251,7 +253,9 @@ def _error(failures: list[tuple[str, SsdctlError]], num_images: int) -> SsdctlEr
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit."""
+    from ssdctl.inference.save import RECORDS
     from ssdctl.inference.sources import is_camera
+    from ssdctl.inference.video import require_drawn_video
 
     if save not in (None, "json"):
         raise UsageError(
@@ -264,9 +268,13 @@ def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None
     names = [Path(name).stem for name in videos]
     if len(set(names)) < len(names):
         raise UsageError("two videos have the same name", hint="run predict once for each")
+    if out is not None:
+        require_own_file(out / "detections.jsonl", "--out", RECORDS)
     if out is not None and save is None:
         for name in videos:
-            refuse_replacing(Path(name), out / f"{Path(name).stem}.mp4", "--out")
+            target = out / f"{Path(name).stem}.mp4"
+            refuse_replacing(Path(name), target, "--out")
+            require_drawn_video(target, "--out")
 
 
 def _predict_videos(

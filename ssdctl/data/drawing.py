@@ -7,6 +7,7 @@ that they are visible on any background.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from ssdctl.errors import UsageError
-from ssdctl.files import atomic_write
+from ssdctl.files import atomic_write, refuse_other_file
 
 # Okabe and Ito's palette, also for color-blind readers, then the colors farthest from all before
 # them, in CIELAB and as color-blind readers see them.
@@ -36,11 +37,12 @@ MIN_TEXT_SIZE = 10  # pixels; smaller letters are not readable
 NOT_PRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
 MAX_LABEL = 40  # characters of a name in an image or plot
 
-# Formats in which drawn images are written.
+# Formats in which drawn images are written. Those without EXIF data, which hold a mark, are absent.
 DRAWN_FORMATS = {
-    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF",
-    ".tiff": "TIFF",
+    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".tif": "TIFF", ".tiff": "TIFF"
 }  # fmt: skip
+SOFTWARE = 0x0131  # EXIF's tag of the program
+MARK = "ssdctl"
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {
     "JPEG": {"quality": 92, "subsampling": 0},  # halved colors would blur lines and text
     "PNG": {"compress_level": 1},
@@ -137,8 +139,20 @@ def save_image(image: Image.Image, path: Path) -> None:
     kind = DRAWN_FORMATS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(f"{path}: give a name that ends in {', '.join(DRAWN_FORMATS)}")
+    exif = Image.Exif()
+    exif[SOFTWARE] = MARK
     with atomic_write(path) as file:
-        image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))
+        image.save(file, kind, exif=exif, **SAVE_OPTIONS[kind])
+
+
+def require_drawn(path: Path, option: str) -> None:
+    """Refuse to replace a file, unless it is an image that `save_image` wrote, or empty."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with contextlib.suppress(Exception), Image.open(path) as image:
+        if image.getexif().get(SOFTWARE) == MARK:
+            return
+    refuse_other_file(path, option)
 
 
 def _texts(

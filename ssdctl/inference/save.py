@@ -31,11 +31,20 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
+from ssdctl.files import (
+    disk_errors,
+    free_name,
+    make_dir,
+    require_own_file,
+    write_bytes,
+    write_text,
+)
 from ssdctl.inference.sources import ImageSource
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import counted
 
+# The beginning of detections.json and detections.jsonl.
+RECORDS = r'\s*\[?\s*(\]|\{\s*"image":)'
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
 
 
@@ -49,10 +58,22 @@ def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
 class Writer:
     """Writes the detections on images into a folder; classes are those they may have, by label."""
 
+    names: tuple[str, ...]  # of what it writes
+
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self.folder = folder
         self.classes = classes
         self.entries: list[Any] = []
+        self.check_folder()
+
+    def check_folder(self) -> None:
+        """Refuse to replace a dataset, whose boxes may have been corrected."""
+        for path in (self.folder / name for name in self.names):
+            if path.is_file() or (path.is_dir() and any(path.iterdir())):
+                raise UsageError(
+                    f"{path}: exists already; a dataset there may have been corrected",
+                    hint="choose another --out, or remove it",
+                )
 
     def add(self, source: ImageSource, result: Result) -> None:
         raise NotImplementedError
@@ -65,6 +86,9 @@ class Writer:
 class JsonWriter(Writer):
     """The list that `ssdctl predict --json` prints."""
 
+    def check_folder(self) -> None:
+        require_own_file(self.folder / "detections.json", "--out", RECORDS)
+
     def add(self, source: ImageSource, result: Result) -> None:
         self.entries.append(image_record(source.name, result))
 
@@ -75,6 +99,8 @@ class JsonWriter(Writer):
 
 class CocoWriter(Writer):
     """A dataset in COCO's format, and COCO's results."""
+
+    names = ("coco.json", "results.json")
 
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         super().__init__(folder, classes)
@@ -105,16 +131,12 @@ class CocoWriter(Writer):
 class YoloWriter(Writer):
     """A dataset in YOLO's format, of links to the images."""
 
+    names = ("labels", "images", "data.yaml")
+
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         super().__init__(folder, classes)
         self._numbers = {label: number for number, label in enumerate(classes)}
         self._stems: set[str] = set()
-        for path in (folder / "labels", folder / "images", folder / "data.yaml"):
-            if path.is_file() or (path.is_dir() and any(path.iterdir())):
-                raise UsageError(
-                    f"{path}: exists already; a dataset there may have been corrected",
-                    hint="choose another --out, or remove it",
-                )
 
     def add(self, source: ImageSource, result: Result) -> None:
         stem = free_name(source.path.stem, self._stems)
@@ -150,6 +172,8 @@ class YoloWriter(Writer):
 
 class LabelStudioWriter(Writer):
     """Tasks of Label Studio with predictions."""
+
+    names = ("tasks.json", "labels.xml")
 
     def add(self, source: ImageSource, result: Result) -> None:
         width, height = result.size

@@ -22,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssdctl.data.drawing import MARK
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, SsdctlError, import_package
+from ssdctl.files import refuse_other_file
 from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect_ahead
 from ssdctl.inference.sources import is_camera
 from ssdctl.model.results import Result
@@ -119,6 +121,17 @@ class Video:
         return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
 
+def require_drawn_video(path: Path, option: str) -> None:
+    """Refuse to replace a file, unless it is a video that `VideoWriter` wrote, or empty."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    av = import_package("av")
+    with contextlib.suppress(av.error.FFmpegError), av.open(str(path)) as container:
+        if container.metadata.get("comment") == MARK:
+            return
+    refuse_other_file(path, option)
+
+
 @contextlib.contextmanager
 def open_video(name: str) -> Iterator[Video]:
     """Open a video file or a camera.
@@ -170,6 +183,7 @@ class VideoWriter:
     def __init__(self, file: IO[bytes], rate: float, style: Mapping[str, Any]) -> None:
         self._av, self._style = import_package("av"), style
         self._container = self._av.open(file, "w", format="mp4")
+        self._container.metadata["comment"] = MARK
         self._rate = max(round(rate), 1)
         self._stream: Any = None
         self._last = -1

@@ -178,7 +178,7 @@ class Result:
         """Draw the boxes and write the image; return its path.
 
         Args:
-            path: Ends in .jpg, .png, .webp, .bmp or .tif.
+            path: Ends in .jpg, .png, .webp or .tif.
             line_width: See `plot`.
             labels: See `plot`.
             scores: See `plot`.

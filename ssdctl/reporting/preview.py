@@ -8,7 +8,6 @@ first epochs, with the crops, flips and colors of the run's own random numbers.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from PIL.PngImagePlugin import PngInfo
 
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED
-from ssdctl.data.drawing import draw, label_font
+from ssdctl.data.drawing import draw, label_font, require_drawn, save_image
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import atomic_write, refuse_other_file
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.normalize import Normalize
@@ -36,23 +33,15 @@ EPOCHS = 3
 GAP = 12  # pixels between the tiles
 WIDTH = GAP + (1 + EPOCHS) * (IMAGE_SIZE + GAP)  # of the drawing, in pixels
 LINE = 20  # height of a line of text
-MARK = "ssdctl preview"  # the comment in the file
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+SUFFIXES = (".png", ".jpg", ".jpeg")
 
 Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
 
 
 def check_target(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"--preview {path}: give a name that ends in {', '.join(FORMATS)}")
-    if path.is_file() and path.stat().st_size and not _is_preview(path):
-        refuse_other_file(path, "--preview")  # an image of the dataset, for example
-
-
-def _is_preview(path: Path) -> bool:
-    with contextlib.suppress(Exception), Image.open(path) as image:
-        return image.info.get("comment") in (MARK, MARK.encode())
-    return False
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--preview {path}: give a name that ends in {', '.join(SUFFIXES)}")
+    require_drawn(path, "--preview")  # it may be an image of the dataset
 
 
 def preview(split: Split, config: Config, path: Path) -> int:
@@ -85,10 +74,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
         pen.text((GAP, top), about, fill="black", font=font)
         for column, image in enumerate(images):
             sheet.paste(image, (GAP + column * step, top + LINE))
-    in_png = PngInfo()
-    in_png.add_text("comment", MARK)
-    with atomic_write(path) as file:
-        sheet.save(file, FORMATS[path.suffix.lower()], comment=MARK, pnginfo=in_png)
+    save_image(sheet, path)
     return count
 
 

@@ -294,8 +294,19 @@ def test_images_are_not_replaced_by_drawn_ones(predict: Cli) -> None:
     assert Path("photos/a.png").read_bytes() == content
     shutil.copy("photos/a.png", "b.jpg")
     assert predict("photos", "--save", "json", "--out", "photos").code == 0
-    assert predict("b.jpg", "--out", "photos").code == 0
-    assert Path("photos/b.jpg").is_file()
+    shutil.copy("b.jpg", "photos/b.jpg")
+    predict("b.jpg", "--out", "photos").expect(2, "photos/b.jpg", "not an earlier result")
+    Path("photos/b.jpg").unlink()
+    for save, name in (("json", "detections.json"), ("coco", "coco.json")):
+        Path("mine").mkdir(exist_ok=True)
+        Path("mine", name).write_text("{}")
+        predict("b.jpg", "--save", save, "--out", "mine").expect(2, name)
+    for suffix in (".jpg", ".png", ".webp", ".tif"):
+        Image.new("RGB", (40, 30), "red").save(f"b{suffix}")
+        for _ in range(2):
+            assert predict(f"b{suffix}", "--out", "photos").code == 0
+        assert Path(f"photos/b{suffix}").is_file()
+    shutil.copy("photos/a.png", "b.jpg")
     Path("deep").mkdir()
     shutil.copy("b.jpg", "deep/b.jpg")  # its drawn image gets the name of an input, b-2.jpg
     shutil.copy("b.jpg", "b-2.jpg")

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,14 @@ def test_all_frames_and_every_second(cli: Cli, checkpoint: Path, image_files: li
 def test_an_annotated_file(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
     write_video(Path("a.mkv"), image_files, 9)
     common = ("predict", checkpoint, "a.mkv", "--every", 2, "--tile", 100, *COMMON)
-    cli(*common, "--out", "drawn").expect(0)
+    Path("drawn").mkdir()
+    write_video(Path("mine.mp4"), image_files, 1)
+    for name in ("a.mp4", "detections.jsonl"):
+        shutil.copy("mine.mp4", f"drawn/{name}")
+        cli(*common, "--out", "drawn").expect(2, f"{name}: exists")
+        Path("drawn", name).unlink()
+    for _ in range(2):
+        cli(*common, "--out", "drawn").expect(0)
     rows = [json.loads(line) for line in Path("drawn/detections.jsonl").read_text().splitlines()]
     assert [row["frame"] for row in rows] == [0, 2, 4, 6, 8]
     with open_video("a.mkv") as video:
