@@ -113,6 +113,17 @@ class RunDir:
         others = (self.lock, self.logs)
         return self.path.is_dir() and any(entry not in others for entry in self.path.iterdir())
 
+    def require_own_files(self) -> None:
+        """Refuse a folder without checkpoints in which files of others would be replaced."""
+        if self.checkpoints.is_dir():
+            return
+        for path, beginning in (
+            (self.config, r"\[data\]\n(# )?root ="),
+            (self.environment, r'\{\s*"python":'),
+            (self.metrics, r'\{"kind":'),
+        ):
+            require_own_file(path, "--out", beginning)
+
 
 def evaluation_of(checkpoint: Path) -> Path:
     """Return the details of the evaluation of step-N.pt, which are kept as long as that file."""

@@ -60,6 +60,7 @@ def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -
 def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
     config, out = plan.config.train, plan.out
     resume = config.resume
+    RunDir(out).require_own_files()
     if resume == "never":
         if RunDir(out).is_started():
             raise UsageError(

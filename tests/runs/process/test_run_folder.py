@@ -32,6 +32,15 @@ def test_a_second_run_is_refused(
     assert not RunDir(out).lock.exists()
 
 
+@pytest.mark.parametrize("name", ["config.toml", "environment.json", "metrics.jsonl"])
+def test_files_of_others_are_kept(cli: Cli, shapes: Path, tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir()
+    mine.write_text("[tool]")
+    cli(*train_command(shapes, mine.parent, "--steps", 1)).expect(2, name)
+    assert [p.read_text() for p in mine.parent.iterdir()] == ["[tool]"]
+
+
 def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
