@@ -28,7 +28,6 @@ from ssdctl.files import (
 )
 from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
-from ssdctl.runs.metrics import renumber_metrics
 
 
 class CheckpointFolder:
@@ -110,48 +109,23 @@ class CheckpointFolder:
     def is_own(self, path: Path) -> bool:
         return path.resolve().parent == self.path.resolve()
 
-    def count_records(self, checkpoint: Checkpoint, global_batch: int) -> None:
-        """Count the steps of the records as a run does that continues from a checkpoint."""
-        metrics, position = self._run.metrics, (checkpoint.samples_seen, checkpoint.epoch)
-        if metrics.exists():
-            count = partial(renumber_metrics, metrics, retired(metrics), global_batch, *position)
-            retry_transient(count)
-
-    def go_back(self, step: int, samples: int, file: Path | None) -> list[Path]:
+    def go_back(self, step: int, file: Path | None) -> list[Path]:
         """Set aside the checkpoints after `step` and the records of their steps; return them.
 
         They are damaged, or of a branch that the run leaves.
 
         Args:
-            samples: That the run has seen by that step.
             file: The checkpoint of `--resume FILE` that the run continues from.
         """
-        is_best_later = step_of(self.steps()[-1]) > step if self.steps() else False
-        is_best_later = is_best_later and self._is_best_later(step, samples)
+        is_later = bool(self.steps()) and step_of(self.steps()[-1]) > step
+        is_best_later = is_later and self._is_best_later(step)
         return go_back(self._run, step, file, is_best_later=is_best_later)
 
-    def renumber(
-        self, checkpoint: Checkpoint, step: int, global_batch: int, file: Path | None
-    ) -> list[Path]:
-        """Write a checkpoint again as the one of `step`, as another global batch counts.
-
-        Those of later steps are set aside and returned; the best remains the best. `file` is as in
-        `go_back`.
-        """
-        saved = load_resumable(checkpoint.path)
-        renumbered = replace(saved, step=step, global_batch=global_batch)
-        target = self._run.step_checkpoint(step)
-        if target.exists():
-            retry_transient(partial(link_or_copy, target, retired(target)))
-        retry_transient(partial(save_checkpoint, target, renumbered))
-        return go_back(self._run, step, file, is_best_later=False)
-
-    def _is_best_later(self, step: int, samples: int) -> bool:
-        """Compare samples: with another global batch, the best has another step."""
+    def _is_best_later(self, step: int) -> bool:
         if not (best := self._run.best).is_file():
             return False
         with contextlib.suppress(IntegrityError):
-            return load_resumable(best).samples_seen > samples
+            return load_resumable(best).step > step
         return any(path.samefile(best) and step_of(path) > step for path in self.steps())
 
     def repair(self) -> None:

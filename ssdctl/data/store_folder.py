@@ -58,11 +58,13 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     return root, default_store(root)
 
 
-def with_absolute_data(config: Config) -> Config:
-    """Return the config with absolute paths of the dataset and its store.
+def with_absolute_paths(config: Config) -> Config:
+    """Return the config with absolute paths of the dataset, its store and the file of `--init`.
 
     A checkpoint contains them, so that `evaluate CKPT` finds the dataset from any folder.
     """
+    if config.train.init is not None and (init := Path(config.train.init)).exists():
+        config = config.with_value("train.init", str(init.absolute()))
     root, _ = dataset_folders(config.data)
     if config.data.store is not None:
         config = config.with_value("data.store", str(Path(config.data.store).absolute()))

@@ -17,7 +17,7 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.data.store_folder import dataset_folders, require_dataset, with_absolute_data
+from ssdctl.data.store_folder import dataset_folders, require_dataset, with_absolute_paths
 from ssdctl.errors import DataError, UsageError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
@@ -100,7 +100,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given)
         require_dataset(config.data)
-        located = with_absolute_data(config).data  # a copy may be opened in another folder
+        located = with_absolute_paths(config).data  # a copy may be opened in another folder
         self._arguments = located.root, split
         self._options: dict[str, Any] = {
             "augment": augment,

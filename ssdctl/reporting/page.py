@@ -239,15 +239,12 @@ def _chosen_settings(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _is_other(run: Run) -> bool:
-    """Return whether the evaluation in the folder is not the best one of training.
-
-    The steps of a run are renumbered with another global batch, its epochs are not.
-    """
+    """Return whether the evaluation in the folder is not the best one of training."""
     evaluation, best = run.evaluation, run.best_metrics
     if evaluation is None or best is None or not run.evals:
         return False
-    other = {"epoch": evaluation.about.epoch, **evaluation.metrics}
-    return any(_score(best.get(k)) != _score(other.get(k)) for k in ("epoch", "AP", "AP50"))
+    other = {"step": evaluation.about.step, **evaluation.metrics}
+    return any(_score(best.get(k)) != _score(other.get(k)) for k in ("step", "AP", "AP50"))
 
 
 def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Markup:

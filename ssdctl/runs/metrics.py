@@ -17,7 +17,6 @@ from ssdctl.errors import DataError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
-    link_or_copy,
     make_dir,
     msgspec_type,
     no_follow,
@@ -79,7 +78,6 @@ EVENTS: dict[str, type[Event]] = {
     "finished": Ended,
     "class_ap": ClassAP,
 }
-RENUMBERED = "renumbered"  # the steps of the records before it: the global batch changed
 E = TypeVar("E", bound=Event)
 
 
@@ -131,57 +129,11 @@ def cut_metrics(path: Path, step: int) -> list[Record]:
     records, problems = read_metrics(path)
     if problems:
         log.warning("%s: dropped %d lines that are not records", path, len(problems))
-    # How the steps before are counted remains known.
-    kept = [
-        r if r["step"] <= step else r | {"step": step}
-        for r in records
-        if r["step"] <= step or r.get("event") == RENUMBERED
-    ]
+    kept = [record for record in records if record["step"] <= step]
     content = b"".join(map(_line, kept))
     if content != path.read_bytes():  # also if the last line has no end
         write_bytes(path, content)
     return kept
-
-
-def renumber_metrics(
-    path: Path, aside: Path, global_batch: int, samples: int, epoch: float
-) -> None:
-    """Count the steps of earlier records in batches of another size, each step once.
-
-    An event says how they are counted, so that a file is not renumbered twice.
-
-    Args:
-        aside: Where a copy of the file is kept.
-        samples: Those of the checkpoint that the run continues from, at an epoch. Records after it
-            are dropped: those steps are trained again.
-    """
-    records, end, epoch = read_metrics(path)[0], samples // global_batch, round(epoch, 4)
-    starts = [r for r in records if r.get("event") in (RENUMBERED, "started")]
-    batches = [r["global_batch_size"] for r in starts if "global_batch_size" in r]
-    if not batches or batches[-1] == global_batch:
-        return
-    link_or_copy(path, aside)
-    kept = dict[tuple[object, int], Record]()
-    dropped = -1  # the step, as it was, of a worse evaluation than another one of the same step
-    for number, record in enumerate(records):
-        step, kind = record["step"], record.get("event", record["kind"])
-        before = step * batches[-1]
-        new = before // global_batch
-        # Steps that were renumbered are rounded, epochs are not.
-        is_later = before > samples or record["epoch"] > epoch
-        if is_later or (new == 0 and kind in ("train", "epoch")):
-            continue
-        is_earlier = before < samples or record["epoch"] < epoch
-        if kind in ("eval", "class_ap") and is_earlier and new == end:
-            new = max(end - 1, 0)  # it is not the checkpoint's
-        key = (kind if kind in (*REQUIRED, "class_ap") else number, new)
-        if kind == "eval" and key in kept and kept[key]["AP"] > record["AP"]:
-            dropped = step
-        elif kind != "class_ap" or step != dropped:
-            kept[key] = record | {"step": new}
-    event = {"kind": "event", "step": end, "epoch": epoch, "event": RENUMBERED}
-    lines = [*kept.values(), event | {"global_batch_size": global_batch}]
-    write_bytes(path, b"".join(map(_line, lines)))
 
 
 def open_run(run: RunDir, start_step: int) -> MetricsFile:

@@ -72,7 +72,7 @@ class Plan:
     rule: str | None = None  # the rule for few images, with the values that it changed
     notices: tuple[str, ...] = ()  # warnings about what was replaced
 
-    def with_value(self, path: str, value: Any, source: Source) -> Plan:
+    def with_value(self, path: str, value: Any, source: Source | None = None) -> Plan:
         return dataclasses.replace(self, config=self.config.with_value(path, value, source))
 
     @property

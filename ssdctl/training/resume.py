@@ -21,6 +21,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.training.small_data import DECAY, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:
         return named
     with contextlib.suppress(IntegrityError):
         own, _ = CheckpointFolder(out, keep=1).newest_intact()
+        if own is not None and own.global_batch != named.global_batch:
+            raise UsageError(
+                f"{out} has a run with the global batch {own.global_batch}, that of "
+                f"{named.path} is {named.global_batch}",
+                hint="another --out starts a new run",
+            )
         if own is not None and own.samples_seen > named.samples_seen:
             log.warning("%s is later than --resume %s: continuing from it", own.path, named.path)
             return own
@@ -148,7 +155,9 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     if not texts:
         return
     is_other_network = not NETWORK.isdisjoint(changed)
-    if plan.config.train.resume_changed and not is_other_network:
+    # The steps of a run folder are counted in one global batch.
+    is_elsewhere = is_other_batch and bool(RunDir(plan.out).step_checkpoints())
+    if plan.config.train.resume_changed and not (is_other_network or is_elsewhere):
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
     by_rule = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
@@ -158,6 +167,9 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         if not group.isdisjoint(named):  # then the rule chooses none of the group
             named |= group & by_rule
     saved = checkpoint.config
+    is_own = now["train.init"] is None and plan.config.train.resume == "auto"
+    if is_own and _located(saved.get("train.init")):  # with --init, rules choose other values
+        named = {path for path in named if plan.config.is_chosen(path)} | {"train.init"}
     options = [s.as_option(saved.get(p)) for p, s in all_settings().items() if p in named]
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
@@ -168,7 +180,8 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         force = ["--resume-changed"] if is_force_needed else []
         hints.append(f"continue it with {' '.join(options + force)}")
     if not is_other_network:
-        hints.append("--resume-changed continues anyway")
+        other = f"--out FOLDER --resume {quoted(checkpoint.path)} " if is_elsewhere else ""
+        hints.append(f"{other}--resume-changed continues anyway")
     raise UsageError(
         f"{checkpoint.path} was trained with other settings: {'; '.join(texts)}",
         hint="; ".join([*hints, "another --out starts a new run"]),
@@ -219,32 +232,19 @@ class Saver(CheckpointFolder):
         resume = plan.config.train.resume
         self._resumed = None if resume in ("auto", "never") else Path(resume)
         self._every = plan.every(plan.config.train.save_every)
-        self._global_batch = plan.global_batch_size
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
 
-    def start(self, step: int, samples: int, checkpoint: Checkpoint | None) -> None:
-        """Set aside the checkpoints after `step`, from which the run continues.
-
-        Args:
-            step: With another global batch, not the step of the checkpoint.
-            samples: That the run had seen by that step.
-        """
+    def start(self, step: int, checkpoint: Checkpoint | None) -> None:
+        """Set aside the checkpoints after `step`, from which the run continues."""
         is_own = checkpoint is not None and self.is_own(checkpoint.path)
-        is_same_step = checkpoint is None or step == checkpoint.step
         self.saved_step = step if is_own else None
         if not self._ranks.is_main:
             return
         resumed, file = self._resumed, None
         if checkpoint is not None and resumed is not None and resumed.exists():
             file = resumed if checkpoint.path.samefile(resumed) else None
-        if checkpoint is not None:
-            self.count_records(checkpoint, self._global_batch)
-        if checkpoint is None or not is_own or is_same_step:
-            later = self.go_back(step, samples, file)
-        else:
-            later = self.renumber(checkpoint, step, self._global_batch, file)
-        for path in later:
+        for path in self.go_back(step, file):
             log.warning("%s: set aside, the run continues from step %d", path.name, step)
 
     def mark_best(self, step: int) -> None:

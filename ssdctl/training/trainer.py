@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import logging
 import sys
 import time
@@ -36,13 +35,12 @@ from ssdctl.config.call import (
     takes_settings,
 )
 from ssdctl.config.render import snapshot
-from ssdctl.data.store_folder import with_absolute_data
+from ssdctl.data.store_folder import with_absolute_paths
 from ssdctl.device import opened_device
 from ssdctl.distributed import collectives, find_ranks
 from ssdctl.distributed.process_group import failing_together, process_group
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
-from ssdctl.runs.metrics import RENUMBERED
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import without_progress
@@ -136,7 +134,7 @@ class Trainer:
     ) -> None:
         with failing_together():
             given = overrides_of("train", {"data": data, **settings})
-            self.config = with_absolute_data(resolve_call(config, given))
+            self.config = with_absolute_paths(resolve_call(config, given))
             self.path = run_dir(self.config).path
         if isinstance(observers, Observer):
             raise UsageError("observers: a single Observer", hint="write observers=[observer]")
@@ -206,6 +204,9 @@ class Trainer:
             checkpoint = find_checkpoint(self.plan, self.splits.train.classes, ranks)
             if checkpoint is None:
                 setup.load_first_weights(self.plan, self.model, splits, ranks, init)
+            else:  # the weights that the run began with
+                first = checkpoint.config.get("train.init")
+                self.plan = self.plan.with_value("train.init", first)
             del init  # its memory
             # The program may change its folder; `path` is for messages.
             self.plan = dataclasses.replace(self.plan, out=self.path.absolute())
@@ -223,7 +224,7 @@ class Trainer:
         if checkpoint is not None:
             self.load_state(checkpoint)
         self.saver = Saver(plan, ranks)
-        self.saver.start(self.step, self.samples_seen, checkpoint)
+        self.saver.start(self.step, checkpoint)
         self._folder = FolderWriter(plan, self.step) if ranks.is_main else None
         self.evaluator = Evaluator(
             plan,
@@ -502,9 +503,8 @@ class Trainer:
         """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
         past = self._past()
         best = best_evaluation(past)
-        since = itertools.takewhile(lambda r: r.get("event") != RENUMBERED, reversed(past))
         # The best AP of a checkpoint whose record was lost is not of a known step.
-        if best in since and best["AP"] == self.evaluator.early_stopping.ap:
+        if best and best["AP"] == self.evaluator.early_stopping.ap:
             self.saver.best_step = best["step"]
         if self.ranks.is_main:
             self.saver.update()
@@ -663,7 +663,7 @@ class Trainer:
         self.load_state(checkpoint)
         self.samples_seen = samples_seen
         self.input.start(samples_seen, self.plan.total_steps - self.step)
-        self.saver.start(self.step, checkpoint.samples_seen, None)
+        self.saver.start(self.step, None)
         rewind = Rewind(self.step, bad_step)
         self._observers.tell(lambda observer: observer.on_rewind(rewind))
         self.recorder.bad_images.start(self._past())

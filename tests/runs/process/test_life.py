@@ -167,7 +167,6 @@ class Life(RuleBasedStateMachine):
         self.own: list[object] = []  # options that change what the run computes
         self.first = 1  # the first step in metrics.jsonl
         self.origin = ""  # the checkpoint of this folder that it went back to
-        self.has_gaps = False  # steps of a smaller batch that were taken with a larger one
         self.is_exact = True  # whether it computes what the undisturbed run does
         self.may_lack_best = False  # whether the weights of the best may be nowhere
         self.newest = 0  # the newest intact checkpoint's step
@@ -211,10 +210,18 @@ class Life(RuleBasedStateMachine):
         self.check(to, chosen, *self.start(words).wait(), None)
 
     @precondition(lambda self: self.newest > 0)
-    @rule(to=lengths, chosen=changing)
-    def begin_elsewhere(self, to: int, chosen: Settings) -> None:
+    @rule(to=lengths, chosen=changing, has_other_batch=st.booleans())
+    def begin_elsewhere(self, to: int, chosen: Settings, has_other_batch: bool) -> None:
         """Continue in a new folder from a checkpoint of this one."""
         file = [path for path in steps(self.run) if load(path)][-1]
+        if has_other_batch:
+            is_larger = "--accumulate" not in self.own
+            self.own = [*["--accumulate", 2] * is_larger, "--resume-changed"]
+            code, text = self.start(self.training(to, chosen)).wait()
+            assert (code, "the global batch was" in text) == (2, True), text
+            self.is_exact = False
+            seen, batch = ((load(file) or {})[key] for key in ("samples_seen", "global_batch"))
+            self.newest = seen // (2 * batch if is_larger else batch // 2)
         self.run = self.folder / next(self.names)
         to += self.newest
         words = [*self.training(to, chosen), "--resume", file]
@@ -222,25 +229,6 @@ class Life(RuleBasedStateMachine):
         for _ in range(2):
             self.check(to, chosen, *self.start(words).wait(), None)
             file.unlink(missing_ok=True)
-
-    @precondition(lambda self: self.newest > 0)
-    @rule(to=lengths, chosen=changing, fault=st.none() | faults)
-    def change(self, to: int, chosen: Settings, fault: Fault | None) -> None:
-        """Continue with another global batch."""
-        is_larger = "--accumulate" not in self.own
-        self.own = [*["--accumulate", 2] * is_larger, "--resume-changed"]
-        self.has_gaps |= not is_larger or self.first > 1
-        self.is_exact, self.may_lack_best = False, True
-        words, best = self.training(to, chosen), self.best() if load(steps(self.run)[-1]) else None
-        result = self.start(words, fault).wait()
-        if fault is not None and result[0] != 0:
-            result = self.start(words).wait()
-        assert result[0] == 0, result
-        after = self.best()
-        assert best is None or (after and (after[0] > best[0] or after == best)), "a worse best.pt"
-        after = self.newest_intact()
-        self.newest = after if after > to else 0  # it counted otherwise
-        self.check(to, chosen, *result, None)
 
     @rule()
     def change_ranks(self) -> None:
@@ -371,8 +359,7 @@ class Life(RuleBasedStateMachine):
             return
         if code == 0:
             end = max(to, before)
-            is_changed = "--resume-changed" in self.own  # it may have counted a larger batch
-            assert self.newest == end or (is_changed and self.newest > end)
+            assert self.newest == end
             assert not text or f"{self.run}: {self.newest} steps" in text, text
         elif "before the first step" in text:
             return
@@ -385,10 +372,7 @@ class Life(RuleBasedStateMachine):
 
     def check_records(self, *, is_at_its_end: bool) -> None:
         trained = [r["step"] for r in records(self.run, "train")]
-        if self.has_gaps:
-            assert trained == sorted(set(trained))
-        else:
-            assert trained == list(range(self.first, self.newest + 1))
+        assert trained == list(range(self.first, self.newest + 1))
         scored = [r["step"] for r in records(self.run, "eval")]
         assert len(scored) == len(set(scored)), f"evaluated twice: {scored}"
         assert self.newest in scored or not is_at_its_end, "its end is not evaluated"

@@ -19,6 +19,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.run import Run
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -129,13 +130,18 @@ def test_a_dataset_of_other_classes_is_refused(run: Path, dataset: Path, train: 
     assert steps(run) == [1, 2, 3]
 
 
-def test_another_global_batch_is_refused_or_counted_again(run: Path, train: Train) -> None:
+def test_another_global_batch_continues_elsewhere(run: Path, train: Train) -> None:
     train("--bs", 1, "--accumulate", 2, "--steps", 4)  # the same in other parts
     assert last(run).samples_seen == 8
-    options = ["--steps", 4, "--accumulate", 2]
-    assert "was 2, is 4" in train(*options, code=2)
-    train(*options, "--resume-changed")
-    assert last(run).samples_seen == 8 + 2 * 4  # eight samples were seen: two steps of four
+    options, other = ["--steps", 4, "--accumulate", 2, "--resume-changed"], run.parent / "other"
+    words = train(*options, code=2)
+    assert "was 2, is 4" in words
+    assert (steps(run), last(run).step) == ([1, 2, 3, 4], 4)
+    resume = words.partition("--out FOLDER ")[2].partition(" continues")[0].split()
+    train(*options, *resume[:2], out=other)
+    assert (steps(other), last(other).samples_seen) == ([3, 4], 8 + 2 * 4)
+    train("--bs", 4, "--steps", 1, out=run.parent / "third")
+    train(*options, *resume[:2], out=run.parent / "third", code=2)
 
 
 def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
@@ -175,6 +181,7 @@ def test_options_of_a_hint_keep_the_rules_choice(checkpoint: Path, shapes: Path,
     """The rules for fine-tuning and for few images choose an optimizer and a decay as a whole."""
     words = ["train", "--data", shapes, *TINY_RUN.split()[2:]]
     assert cli(*words, "--steps", 2, "--out", "a", "--init", checkpoint).code == 0
+    cli(*words, "--steps", 3, "--out", "a").expect(2, f"continue it with --init {checkpoint};")
     shutil.copy("a/checkpoints/last.pt", "moved.pt")
     words += ["--steps", 4, "--out", "b", "--resume", "moved.pt"]
     hint = cli(*words).err.partition("continue it with ")[2].partition(";")[0]
@@ -191,36 +198,6 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
 
 
-@pytest.mark.parametrize("best", [3, 6])
-def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(
-    tmp_path: Path, train: Train, best: int
-) -> None:
-    """The steps of the run before get new numbers; the checkpoint of step 6 becomes step 3."""
-    run, options = tmp_path / "run", ["--eval-every", "3st", "--save-every", "1st", "--keep", 9]
-    train(*options, "--steps", 6)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    found = [r | {"AP": 0.9} if (r["kind"], r["step"]) == ("eval", best) else r for r in found]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
-    (run / "checkpoints/best.pt").unlink()
-    shutil.copy(run / f"checkpoints/step-{best:08d}.pt", run / "checkpoints/best.pt")
-    weights = load_checkpoint(run / "checkpoints/best.pt").model
-    for total in (4, 5):
-        train(*options, "--accumulate", 2, "--steps", total, "--resume-changed")
-        assert steps(run)[-1] == total
-        assert steps(run) == sorted(set(steps(run)))
-        assert steps(run, "eval") == [1, 3, *range(4, total + 1)]
-        assert last(run).best_ap == 0.9
-        assert same_weights(run / "checkpoints/best.pt", weights)
-    newest, first = (run / f"checkpoints/step-0000000{n}.pt" for n in (5, 2))
-    newest.write_bytes(newest.read_bytes()[:2000])
-    train(*options, "--accumulate", 2, "--steps", 5, "--resume-changed")
-    assert same_weights(run / "checkpoints/best.pt", weights)
-    train(*options, "--steps", 3, "--resume-changed", "--resume", first)
-    assert (steps(run), steps(run, "eval")) == ([3], [3])  # as the smaller batch counts
-    assert same_weights(run / "checkpoints/best.pt", weights) == (best == 3)  # trained again
-
-
 def test_a_run_does_not_continue_from_the_first_weights_of_another(
     run: Path, train: Train, tmp_path: Path
 ) -> None:
@@ -234,3 +211,4 @@ def test_a_run_does_not_continue_from_the_first_weights_of_another(
     Path(one).unlink()  # whether it is the same file is not known
     assert "not read" in train("--steps", 5, "--init", other, out=tuned)
     assert steps(tuned) == [1, 2, 3, 4, 5]
+    assert Run(tuned).settings["train.init"] == str(one)
