@@ -240,7 +240,7 @@ def rest_command(
     words = [  # the ranks must not choose another device
         device
         if (before, word) == ("--device", "auto")
-        else re.sub(r"^(--device|(?:--set=)?\w+\.device)=auto$", rf"\1={device}", word)
+        else re.sub(r"^(--device|(?:--set=)?\s*\w+\.device\s*)=\s*auto\s*$", rf"\1={device}", word)
         for before, word in itertools.pairwise(["", *words])
     ]
     return [rest[0], *words[:at], *more, *words[at:]]

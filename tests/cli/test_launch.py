@@ -88,8 +88,8 @@ def test_another_command() -> None:
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     plan = json.loads(launch(*options[:-1], "benchmark", "train", "--bs", "4").out)
     assert ranks_command(plan) == ["benchmark", "train", "--bs", "4"]
-    for named, replaced in (("--device", "--device"), ("--set=evaluate.device", "--set")):
-        command = ranks_command(json.loads(launch(*options, f"{named}=auto", "a.pt").out))
+    for named, replaced in (("--device=", "--device"), ("--set= evaluate.device = ", "--set")):
+        command = ranks_command(json.loads(launch(*options, f"{named}auto", "a.pt").out))
         assert [word.partition("=")[0] for word in command] == ["evaluate", replaced, "a.pt"]
         assert "auto" not in " ".join(command)
     words = (*options[:-1], "benchmark", "train", "--device", "auto")
