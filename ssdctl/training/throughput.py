@@ -60,30 +60,34 @@ class ThroughputMeter:
 
     def start(self) -> None:
         """Continue the lap; the time since the mark does not count."""
-        self._lap_began += time.monotonic() - self._marked
+        self._shift(time.monotonic() - self._marked)
 
     def mark(self) -> None:
-        """Remember the time, at a point where the loop may be left."""
+        """Remember the time up to which images and waits are counted; the loop may be left then."""
         self._marked = time.monotonic()
+
+    def _shift(self, seconds: float) -> None:
+        self._lap_began += seconds
+        self._marked += seconds
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the block as waiting for images."""
         began = time.monotonic()
         yield
-        self._lap_waited_s += time.monotonic() - began
+        self.mark()
+        self._lap_waited_s += self._marked - began
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        duration = time.monotonic() - began
-        self._lap_began += duration
-        self._marked += duration  # it may be between two loops
+        self._shift(time.monotonic() - began)  # it may be between two loops
 
     def step_done(self) -> None:
         self._lap_images += self._global_batch
         self.images += self._global_batch
+        self.mark()
 
     def lap(self) -> Lap:
         """End a lap, at a point where the device has finished its steps."""

@@ -17,7 +17,7 @@ from conftest import TINY, Cli
 
 import ssdctl
 from ssdctl.errors import UsageError
-from ssdctl.training.observers import Detected, End, Saved, Scored, Start, Step
+from ssdctl.training.observers import Detected, End, Saved, Scored, Start, Step, Summary
 
 OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
 
@@ -183,19 +183,30 @@ def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path)
     assert diary.notes == [("start", 0), ("step", 1), ("failed", 1)]
 
 
-def test_a_trainer_is_open_for_its_summary_and_not_closed_in_a_step(shapes: Path) -> None:
+def test_a_trainer_has_a_summary_once_it_is_open(shapes: Path) -> None:
+    class Summarizing(ssdctl.Observer):
+        def on_step(self, step: Step) -> None:
+            summaries.append(trainer.summary())
+
+    summaries = list[Summary]()
+    trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[Summarizing()], **TINY)
+    with pytest.raises(UsageError, match="not open"):
+        trainer.summary()
+    trainer.run()
+    assert [s.step for s in (*summaries, trainer.summary())] == [1, 2, 2]
+    assert all(0 < s.images_per_second < 1e6 and 0 <= s.data_wait <= 1 for s in summaries)
+    with pytest.raises(UsageError, match="observers"):
+        ssdctl.Trainer(shapes, observers=Summarizing())  # type: ignore[arg-type]
+
+
+def test_a_trainer_is_not_closed_in_a_step(shapes: Path) -> None:
     class Closing(ssdctl.Observer):
         def on_step(self, step: Step) -> None:
             trainer.close()
 
     trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[Closing()], **TINY)
-    with pytest.raises(UsageError, match="not open"):
-        trainer.summary()
     with pytest.raises(UsageError, match="in a step"):
         trainer.run()
-    assert trainer.summary().step == 1
-    with pytest.raises(UsageError, match="observers"):
-        ssdctl.Trainer(shapes, observers=Closing())  # type: ignore[arg-type]
 
 
 def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
