@@ -438,11 +438,11 @@ class Trainer:
         """Release the run folder and the process group; what was not saved is lost.
 
         Raises:
-            ssdctl.errors.UsageError: An observer calls it, during a step.
+            ssdctl.errors.UsageError: An observer calls it, or it is called during a step.
         """
-        if self._is_in_step():
+        if self._observers.is_calling or self._is_in_step():
             raise UsageError(
-                f"{self.path}: this trainer is in a step, and cannot be closed by an observer",
+                f"{self.path}: this trainer cannot be closed by an observer, or during a step",
                 hint="leave the loop over its steps, or let the observer raise an exception",
             )
         self.__exit__(None, None, None)

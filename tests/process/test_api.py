@@ -199,14 +199,12 @@ def test_a_trainer_has_a_summary_once_it_is_open(shapes: Path) -> None:
         ssdctl.Trainer(shapes, observers=Summarizing())  # type: ignore[arg-type]
 
 
-def test_a_trainer_is_not_closed_in_a_step(shapes: Path) -> None:
-    class Closing(ssdctl.Observer):
-        def on_step(self, step: Step) -> None:
-            trainer.close()
-
-    trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[Closing()], **TINY)
-    with pytest.raises(UsageError, match="in a step"):
-        trainer.run()
+@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_evaluation", "on_end"])
+def test_an_observer_cannot_close_its_trainer(shapes: Path, hook: str) -> None:
+    closing = type("Closing", (ssdctl.Observer,), {hook: lambda *_: trainer.close()})
+    trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[closing()], **TINY)
+    with pytest.raises(UsageError, match="by an observer"), trainer:
+        [trainer.evaluate() for _ in trainer]
 
 
 def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:

@@ -9,8 +9,8 @@ ssdctl.train("photos", observers=[Printer()])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -198,19 +198,30 @@ class Observers:
 
     def __init__(self) -> None:
         self._started: list[Observer] = []
+        self.is_calling = False
 
     def start(self, observers: Sequence[Observer], start: Start) -> None:
-        for observer in observers:
-            self._started.append(observer)
-            observer.on_start(start)
+        with self._calling():
+            for observer in observers:
+                self._started.append(observer)
+                observer.on_start(start)
 
     def tell(self, call: Callable[[Observer], None]) -> None:
-        for observer in self._started:
-            call(observer)
+        with self._calling():
+            for observer in self._started:
+                call(observer)
 
     def end(self, end: End) -> None:
         """End all, also if one fails; later calls do nothing. It takes a limited time."""
         started, self._started = self._started, []
-        with ExitStack() as stack:
+        with self._calling(), ExitStack() as stack:
             for observer in reversed(started):
                 stack.callback(observer.on_end, end)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        before, self.is_calling = self.is_calling, True
+        try:
+            yield
+        finally:
+            self.is_calling = before
