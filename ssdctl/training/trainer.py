@@ -689,5 +689,6 @@ class Trainer:
             self._end("failed")
 
     def _end(self, outcome: Outcome, signal_name: str | None = None) -> None:
-        has_progressed = self._has_trained() or self.step != self._evaluated_before
+        has_evaluated = self.evaluator.evaluated_step != self._evaluated_before
+        has_progressed = self._has_trained() or has_evaluated
         self._observers.end(End(self.step, outcome, self.summary(), signal_name, has_progressed))

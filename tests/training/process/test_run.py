@@ -92,6 +92,17 @@ def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert before[2]
 
 
+def test_an_ended_run_without_validation_keeps_its_records(
+    tmp_path: Path, train: Train, dataset: Path
+) -> None:
+    (dataset / "annotations/instances_val2017.json").unlink()
+    log, metrics, texts = tmp_path / "log.txt", tmp_path / "run/metrics.jsonl", set[str]()
+    for _ in range(2):
+        train("--steps", 1, "--mllog", log, data=dataset)
+        texts.add(log.read_text() + metrics.read_text())
+    assert len(texts) == 1
+
+
 def test_overfitting_scores_what_it_trains_on(tmp_path: Path, train: Train, dataset: Path) -> None:
     (dataset / "annotations/instances_val2017.json").unlink()
     assert "no validation" not in train("--overfit", 2, "--dry-run", data=dataset)
