@@ -82,7 +82,8 @@ def test_a_stepped_run_is_the_run_of_the_command(
     shapes: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit: a config file, keywords, a loop that is left and entered again, the command."""
-    Path("settings.toml").write_text("[train]\naugment = 'ssd'\nema = 0.9\nlog_every = 1\n")
+    settings = "augment = 'ssd'\nema = 0.9\nlog_every = 1\nmllog = 'log.txt'\n"
+    Path("settings.toml").write_text(f"[train]\n{settings}")
     options = [w for name, v in TINY.items() if name not in ("progress", "precision") for w in
                (f"--{name.replace('_', '-')}", v)]  # fmt: skip
     command = ("train", "--config", "settings.toml", "--data", shapes, "--steps", 4, "--fp32")
@@ -100,6 +101,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
         trainer.save()
         assert [step.step for step in trainer] == [3, 4]
     assert not Path("stepped/.lock").exists()
+    assert not any(Path("elsewhere").iterdir())
     runs = ("command", "function", "stepped")
     first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
     for other in others:

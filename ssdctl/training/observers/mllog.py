@@ -26,7 +26,7 @@ class MLLog(Observer):
     def on_start(self, start: Start) -> None:
         self._plan, self._config = start.plan, start.plan.config.train
         assert self._config.mllog is not None
-        self._path = Path(self._config.mllog)
+        self._path = Path(self._config.mllog).absolute()  # the program may change its folder
         self._block: int | None = None  # the first epoch of the block in progress
         self._epoch: int | None = None  # the epoch in progress
         with disk_errors(self._path, "writing"):
