@@ -28,7 +28,8 @@ IMPORTED = """
     ssdctl.exporting.deployed ssdctl.model.backbones.resnet ssdctl.cli.results
 """
 CREATING = {"os.link", "os.mkdir", "os.truncate"}
-CHANGING = {"os.rename", "os.remove", "os.rmdir", *CREATING}
+RENAMED = "tests.renamed"
+CHANGING = {"os.rename", "os.remove", "os.rmdir", RENAMED, *CREATING}
 DEADLINE_S = 120.0
 GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -141,6 +142,7 @@ class _Hook:
                 self._fail(self._fault, count, bool(needs_space), str(given[0]))
 
         sys.addaudithook(hook)
+        os.replace = _followed(os.replace)  # type: ignore[assignment]
 
     def _is_counted(self) -> bool:
         if not self._counts_changes:
@@ -162,6 +164,16 @@ class _Hook:
         elif count >= fault.at and needs_space:
             number = getattr(errno, fault.name)
             raise OSError(number, os.strerror(number), path)
+
+
+def _followed(rename: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that reports a rename's end, too: what is in buffers is lost then."""
+
+    def call(*given: Any) -> None:
+        rename(*given)
+        sys.audit(RENAMED, *given)
+
+    return call
 
 
 def score_in_this_process() -> None:

@@ -20,11 +20,14 @@ import torch
 from conftest import TINY_RUN, Result
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
+from hypothesis.internal.conjecture import engine
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.cli.main import main
 from ssdctl.distributed import free_port
+
+engine.MAX_SHRINKING_SECONDS = 60  # 300 by default, more than a machine's small budget
 
 
 class ForkedProcess:

@@ -356,22 +356,16 @@ def check_function(folder: Path, part: Part, fault: str) -> None:
     check(folder, part.kind, part.name, source_of(part, fault), must_fail=must_fail)
 
 
-def machine(examples: int) -> settings:
-    health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=examples, suppress_health_check=health)
-
-
-@machine(12)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(FAULTS))
 def test_an_error_in_a_function_names_the_plugin(folder: Path, drawn: tuple[Part, str]) -> None:
     check_function(folder, *drawn)
 
 
 @pytest.mark.slow
-@machine(400)
-@given(st.sampled_from(FAULTS))
-def test_an_error_in_any_function_names_the_plugin(folder: Path, drawn: tuple[Part, str]) -> None:
-    check_function(folder, *drawn)
+def test_an_error_in_any_function_names_the_plugin(folder: Path) -> None:
+    for part, fault in FAULTS:
+        check_function(folder, part, fault)
 
 
 @pytest.mark.parametrize(
