@@ -9,6 +9,7 @@ detections are merged into a `Result` in pixels of the image.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import threading
@@ -223,7 +224,16 @@ def unshared(image: OneImage) -> OneImage:
     if isinstance(image, bytearray | memoryview):
         return bytes(image)
     if isinstance(image, Image.Image):
-        is_read = not getattr(image, "tile", ()) or getattr(image, "is_animated", False)
-        # One that PIL opened by its path is decoded in a thread.
-        return open_image(image) if is_read or not getattr(image, "filename", "") else image
+        return _opened_again(image) or open_image(image)
     return open_image(image) if hasattr(image, "read") else image
+
+
+def _opened_again(image: Image.Image) -> Image.Image | None:
+    """Return a copy that a thread decodes; None if PIL has not opened the image by its path."""
+    tile, path = getattr(image, "tile", ()), getattr(image, "filename", "")  # no tile: decoded
+    if tile and path and not getattr(image, "is_animated", False):
+        with contextlib.suppress(OSError):  # the file was deleted
+            again = Image.open(path)
+            if getattr(again, "tile", ()) == tile:  # else `draft` has changed it
+                return again
+    return None

@@ -115,8 +115,8 @@ class Predictor:
 
         Args:
             images: Images as `predict` takes them; the iterable may be endless, and may yield the
-                same array, buffer or file with new content. Or the path of a video, or a camera,
-                such as `/dev/video0`: its frames.
+                same array, buffer or file object with new content, but not the same path.
+                Or the path of a video, or a camera, such as `/dev/video0`: its frames.
             batch_size: Images that go through the network together.
 
         Raises:
