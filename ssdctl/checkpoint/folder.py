@@ -8,6 +8,7 @@ the step of the best evaluation, so a process that is killed between them loses 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from ssdctl.files import (
     retry_transient,
     sync_file,
 )
-from ssdctl.runs.folder import RunDir, evaluation_of, step_of
+from ssdctl.runs.folder import UPLOAD_PREFIX, RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
 
 
@@ -132,6 +133,8 @@ class CheckpointFolder:
         """Finish what a killed process began. Call it with the run's lock, before reading."""
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
+            for upload in self.path.glob(f"{UPLOAD_PREFIX}*"):
+                shutil.rmtree(upload, ignore_errors=True)
         finish_going_back(self._run)
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:

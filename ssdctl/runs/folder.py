@@ -46,6 +46,7 @@ PAGE = r"""(?s:\s*<!doctype html.*<meta name="generator" content="ssdctl )"""
 EVALUATION = r'\s*\{\s*"about"'
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
+UPLOAD_PREFIX = ".upload-"  # of folders for checkpoints that trackers upload
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
 WAIT_S = 10.0  # the processes of a killed launch take some seconds to end
 POLL_S = 0.2

@@ -1,6 +1,7 @@
 """Trackers: what reaches them, and that none of them can harm a run. The line of a running training."""
 
 import logging
+import os
 import posixpath
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import open_splits
 from ssdctl.data.tiles import tiled
 from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.files import write_text
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
@@ -109,6 +111,30 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
         ("best", 2, "best.pt"),
         True,
     ]
+
+
+class Uploading(Recording):
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        self.run.config["begun"].set()
+        self.run.config["event"].wait(60)
+        self.received.append((name, step, path.name, path.read_text()))
+
+
+def test_an_upload_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    events = {"begun": threading.Event(), "event": threading.Event()}
+    uploading = Uploading(tracked(tmp_path, config=events))
+    trackers = opened({"uploading": lambda run: uploading}, uploading.run, uploads=True)
+    best = tmp_path / "best.pt"
+    for step in (1, 2, 3):  # the last two replace the file during the first upload
+        write_text(best, f"weights {step}")
+        os.utime(best, (step, step))
+        trackers.on_checkpoint(Saved(step, "best", best))
+        events["begun"].wait(60)
+    events["event"].set()
+    end(trackers)
+    uploads = [("best", step, "best.pt", f"weights {step}") for step in (1, 3)]
+    assert uploading.received == [*uploads, True]
+    assert list(tmp_path.iterdir()) == [best]
 
 
 def test_a_tracker_gets_images_that_are_scored(tmp_path: Path, shapes: Path) -> None:

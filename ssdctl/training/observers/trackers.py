@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,9 +31,9 @@ from numpy.typing import NDArray
 from ssdctl.config.render import snapshot
 from ssdctl.config.sections import TrainConfig
 from ssdctl.errors import missing_package
-from ssdctl.files import write_text
+from ssdctl.files import link_or_copy, write_text
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.folder import RunDir, find_environment
+from ssdctl.runs.folder import UPLOAD_PREFIX, RunDir, find_environment
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import TRACKERS
@@ -102,7 +103,10 @@ class Tracker:
         """Add validation images with their detections, (H, W, 3), by image id."""
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:
-        """Upload a checkpoint; `name` is best or last. Only with --upload-checkpoints."""
+        """Upload a checkpoint; `name` is best or last. Only with --upload-checkpoints.
+
+        The file is deleted when this returns.
+        """
 
     def close(self, *, is_success: bool) -> None:
         """End the run, or interrupt it: it may be resumed."""
@@ -301,11 +305,21 @@ class Trackers(Observer):
 
     def _upload(self, saved: Saved) -> None:
         if self._uploads and saved.path.is_file():
-            self._call(lambda tracker: tracker.checkpoint(saved.name, saved.step, saved.path))
+            time_ns = saved.path.stat().st_mtime_ns
+            self._call(lambda tracker: _upload_unless_replaced(tracker, saved, time_ns))
 
     def _call(self, call: Call) -> None:
         for tracker in self._trackers:
             tracker.call(call)
+
+
+def _upload_unless_replaced(tracker: Tracker, saved: Saved, time_ns: int) -> None:
+    """Upload a checkpoint, unless another one has replaced it since `time_ns`."""
+    with TemporaryDirectory(prefix=UPLOAD_PREFIX, dir=saved.path.parent) as folder:
+        file = Path(folder, saved.path.name)
+        link_or_copy(saved.path, file)  # a best one is replaced by the next during the upload
+        if file.stat().st_mtime_ns == time_ns:
+            tracker.checkpoint(saved.name, saved.step, file)
 
 
 def _first_images(detected: Detected) -> dict[str, NDArray[np.uint8]]:
