@@ -386,12 +386,17 @@ def is_utf8(name: str) -> bool:
     return name.isascii() or name == name.encode("utf-8", "replace").decode()
 
 
-def free_name(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, `name` or `name-2` and so on, and take it."""
-    free, number = name, 2
+def free_name(name: str, taken: dict[str, int]) -> str:
+    """Return a name that is not taken, `name` or `name-2` and so on, and take it.
+
+    Args:
+        taken: The last number of each name, 1 if it occurred once.
+    """
+    free = name
     while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    taken.add(free)
+        taken[name] += 1
+        free = f"{name}-{taken[name]}"
+    taken[free] = 1
     return free
 
 

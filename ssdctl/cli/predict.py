@@ -148,7 +148,7 @@ def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     """Return the file of each drawn image; one of the images themselves is refused."""
     from ssdctl.data.drawing import DRAWN_FORMATS, require_drawn
 
-    targets, stems = list[Path](), set[str]()
+    targets, stems = list[Path](), dict[str, int]()
     for source in sources:
         suffix = source.path.suffix
         kept = suffix if suffix.lower() in DRAWN_FORMATS else ".png"

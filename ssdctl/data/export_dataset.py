@@ -161,7 +161,7 @@ def _header(content: bytes) -> Header:
 def _unique(names: list[str], ids: Sequence[int | None], pattern: str) -> list[str]:
     """Return distinct names: duplicates are written with their ids."""
     counts = Counter(names)
-    taken = {name for name in names if counts[name] == 1}
+    taken = {name: 1 for name in names if counts[name] == 1}
     pairs = zip(names, ids, strict=True)
     return [s if counts[s] == 1 else free_name(pattern.format(s, n), taken) for s, n in pairs]
 

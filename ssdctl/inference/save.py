@@ -136,7 +136,7 @@ class YoloWriter(Writer):
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         super().__init__(folder, classes)
         self._numbers = {label: number for number, label in enumerate(classes)}
-        self._stems: set[str] = set()
+        self._stems: dict[str, int] = {}
 
     def add(self, source: ImageSource, result: Result) -> None:
         stem = free_name(source.path.stem, self._stems)
