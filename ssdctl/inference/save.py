@@ -206,7 +206,7 @@ class LabelStudioWriter(Writer):
 
     def close(self) -> str:
         # The document root may not be the folder of the images itself, only one above it.
-        folders = [str(s.path.absolute().parent) for s, _ in self.entries if not s.url]
+        folders = [_folder(s) for s, _ in self.entries if not s.url]
         root = Path(os.path.commonpath(folders)).parent if folders else None
         tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self.entries]
         _write_json(self.folder / "tasks.json", tasks)
@@ -233,7 +233,13 @@ WRITERS: dict[SaveFormat, type[Writer]] = {
 def _address(source: ImageSource, root: Path | None) -> str:
     if source.url or root is None:
         return source.name
-    return LOCAL_FILES + quote(source.path.absolute().relative_to(root).as_posix())
+    path = _folder(source).relative_to(root) / source.path.name
+    return LOCAL_FILES + quote(os.fsencode(path.as_posix()))
+
+
+def _folder(source: ImageSource) -> Path:
+    """Return the folder of an image, which Label Studio refuses with `..` in it."""
+    return source.path.parent.resolve()
 
 
 def _percent(value: float, of: int) -> float:

@@ -43,7 +43,7 @@ def result_of(image: object, count: int) -> Result:
 def results() -> Results:
     """Return results of two images of the same name and of one from a server."""
     predictions: Results = []
-    for folder in ("photos/a", "photos/b c"):
+    for folder in ("photos/a", "photos/a/../b c\udcff"):
         path = Path(folder) / "1.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
@@ -107,9 +107,9 @@ def test_yolo(results: Results) -> None:
 def test_label_studio(results: Results) -> None:
     folder = save("labelstudio", results)
     tasks = json.loads((folder / "tasks.json").read_text())
-    *local, url = (unquote(task["data"]["image"]) for task in tasks)
+    *local, url = (unquote(t["data"]["image"], errors="surrogateescape") for t in tasks)
     paths = [Path.cwd() / address.removeprefix("/data/local-files/?d=") for address in local]
-    assert paths == [source.path.absolute() for source, _ in results[:2]]
+    assert paths == [source.path.resolve() for source, _ in results[:2]]
     assert url == results[2][0].name
     interface = ET.fromstring((folder / "labels.xml").read_text())
     controls = {e.get("name"): e for e in interface.iter() if e.get("name")}
