@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import name_newest_run
+from ssdctl.config.settings import Kind
 from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -95,26 +96,26 @@ def predict(
     An image that fails does not stop the others; the command then exits with 3, 4 (download) or
     6 (refused by the file system).
     """
+    from ssdctl.data.drawing import DRAWN_FORMATS, require_drawn
     from ssdctl.data.store_folder import refuse_in_dataset
     from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
-    settings = call.config.predict
-    if settings.save is not None and out is None:
-        raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
-    if looks_like_image(arguments[0], recursive=settings.recursive):
+    if looks_like_image(arguments[0], recursive=call.config.predict.recursive):
         checkpoint, images = name_newest_run(call.console), arguments
     else:
         checkpoint, images = arguments[0], arguments[1:]
     if not images:
         raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
-    folder = None if out is None else Path(out)
-    is_drawn = folder is not None and settings.save is None
+    folder, videos = None if out is None else Path(out), split_videos(images)
+    call = _with_fitting_save(call, folder, videos)
+    settings = call.config.predict
+    drawn = folder if settings.save is None else None
     drawing = {
         "--line-width": line_width,
         "--hide-labels": hide_labels,
         "--hide-scores": hide_scores,
     }
-    if not is_drawn and (given := [option for option, value in drawing.items() if value]):
+    if drawn is None and (given := [option for option, value in drawing.items() if value]):
         raise UsageError(f"{given[0]} is for drawn images", hint="add --out DIR, without --save")
     if folder is not None:
         if settings.save in ("coco", "yolo"):
@@ -122,16 +123,31 @@ def predict(
         for written in (folder, folder / "labels", folder / "images"):
             remove_stale_temporaries(written)
     style = {"line_width": line_width, "labels": not hide_labels, "scores": not hide_scores}
-    if videos := split_videos(images):
+    if videos:
         call.config.require_not_given(["predict.recursive"], "is for folders", "leave it out")
-        _check_videos(videos, folder, settings.save)
-        _predict_videos(call, _load(call, checkpoint), videos, folder, style)
+        targets = _check_videos(videos, folder, drawn)
+        _predict_videos(call, _load(call, checkpoint), videos, folder, targets, style)
         return
     of_videos = ["predict.every", "predict.max_frames"]
     call.config.require_not_given(of_videos, "is for videos", "leave it out")
     sources = find_sources(images, recursive=settings.recursive)
-    targets = _targets(sources, folder) if folder is not None and is_drawn else []
+    targets = [] if drawn is None else _targets(sources, drawn, require_drawn, DRAWN_FORMATS)
     _predict(call, _load(call, checkpoint), sources, folder, targets, style)
+
+
+def _with_fitting_save(call: Call, out: Path | None, videos: list[str]) -> Call:
+    """Refuse a --save that does not fit the call; ignore that of a file or a variable."""
+    save = call.config.predict.save
+    if save is not None and out is None:
+        problem, hint = "requires a folder", "add --out DIR"
+    elif save not in (None, "json") and videos:
+        problem = "is for images"
+        hint = "extract frames first: ffmpeg -i VIDEO -vf fps=1 frames/%06d.jpg"
+    else:
+        return call
+    if call.config.sources["predict.save"].kind is Kind.CALL:
+        raise UsageError(f"--save {save} {problem}", hint=hint)
+    return call._replace(config=call.config.with_value("predict.save", None))
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
@@ -144,20 +160,29 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     return load_detector(checkpoint, config)[0]
 
 
-def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
-    """Return the file of each drawn image; one of the images themselves is refused."""
-    from ssdctl.data.drawing import DRAWN_FORMATS, require_drawn
+def _targets(
+    sources: list[ImageSource],
+    out: Path,
+    check: Callable[[Path, str], None],
+    formats: Collection[str],
+    other: str = ".png",
+) -> list[Path]:
+    """Return the file of each drawn image or video; one of the inputs themselves is refused.
 
+    Args:
+        check: Refuses to replace a file that is not drawn.
+        formats: Suffixes that are kept; others become `other`.
+    """
     targets, stems = list[Path](), dict[str, int]()
     for source in sources:
         suffix = source.path.suffix
-        kept = suffix if suffix.lower() in DRAWN_FORMATS else ".png"
+        kept = suffix if suffix.lower() in formats else other
         targets.append(out / f"{free_name(source.path.stem, stems)}{kept}")
-    images = {s.path.resolve(): s.path for s in sources if not s.url}
+    inputs = {s.path.resolve(): s.path for s in sources if not s.url}
     for target in targets:
-        if (image := images.get(target.resolve())) is not None:
-            refuse_replacing(image, target, "--out")
-        require_drawn(target, "--out")
+        if (path := inputs.get(target.resolve())) is not None:
+            refuse_replacing(path, target, "--out")
+        check(target, "--out")
     return targets
 
 
@@ -176,27 +201,35 @@ def _predict(
     if out is not None:
         # Before the detection, which may take hours.
         writer = WRITERS[settings.save or "json"](make_dir(out), detector.selected_classes)
-    records, failures, objects = list[Any](), list[tuple[str, SsdctlError]](), 0
+    records, failures, interrupt = list[Any](), list[tuple[str, SsdctlError]](), None
+    images = objects = 0
     shown = _detect(call, detector, sources)
-    for found, target in itertools.zip_longest(shown, targets):
-        result = found.result
-        if isinstance(result, SsdctlError):
-            _warn_of_failure(call, result)
-            failures.append((printable_line(found.item.label), result))
-            continue
-        objects += len(result)
-        records += _record(call, found, result)
-        if target is not None:
-            if isinstance(result.image, io.BytesIO):
-                result.image.seek(0)
-            # Open the image again: keeping every image until it is drawn would take gigabytes.
-            result.save(target, **style)
-        if writer is not None:
-            writer.add(found.item, result)
+    try:
+        for found, target in itertools.zip_longest(shown, targets):
+            result = found.result
+            if isinstance(result, SsdctlError):
+                _warn_of_failure(call, result)
+                failures.append((printable_line(found.item.label), result))
+                continue
+            records += _record(call, found, result)
+            if target is not None:
+                if isinstance(result.image, io.BytesIO):
+                    result.image.seek(0)
+                # Open the image again: keeping every image until it is drawn would take gigabytes.
+                result.save(target, **style)
+            if writer is not None:
+                writer.add(found.item, result)
+            images, objects = images + 1, objects + len(result)
+    except KeyboardInterrupt as error:
+        if not images:
+            raise
+        interrupt = error
     written = [f"{out}/"] if targets else []
     written += [writer.close()] if writer is not None else []
-    total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
+    total = f"{counted(images, 'image')}, {counted(objects, 'object')}"
     _close(call, records, " -> ".join(filter(None, [total, ", ".join(written)])), out)
+    if interrupt is not None:
+        raise interrupt
     if failures:
         raise _error(failures, len(sources))
 
@@ -251,47 +284,48 @@ def _error(failures: list[tuple[str, SsdctlError]], num_images: int) -> SsdctlEr
     )
 
 
-def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
-    """Check before the network is loaded that all videos exist and that the options fit."""
+def _check_videos(videos: list[str], out: Path | None, drawn: Path | None) -> list[Path]:
+    """Check before the network is loaded that all videos exist; return the files to draw."""
     from ssdctl.inference.save import RECORDS
-    from ssdctl.inference.sources import is_camera
+    from ssdctl.inference.sources import ImageSource, is_camera
     from ssdctl.inference.video import require_drawn_video
 
-    if save not in (None, "json"):
-        raise UsageError(
-            f"--save {save} is for images",
-            hint="extract frames first: ffmpeg -i VIDEO -vf fps=1 frames/%06d.jpg",
-        )
     for name in videos:
         if not Path(name).exists():
             raise UsageError(f"{name}: no such {'camera' if is_camera(name) else 'file'}")
-    names = [Path(name).stem for name in videos]
-    if len(set(names)) < len(names):
-        raise UsageError("two videos have the same name", hint="run predict once for each")
     if out is not None:
         require_own_file(out / "detections.jsonl", "--out", RECORDS)
-    if out is not None and save is None:
-        for name in videos:
-            target = out / f"{Path(name).stem}.mp4"
-            refuse_replacing(Path(name), target, "--out")
-            require_drawn_video(target, "--out")
+    sources = [ImageSource(Path(name)) for name in videos]
+    return [] if drawn is None else _targets(sources, drawn, require_drawn_video, (), ".mp4")
 
 
 def _predict_videos(
-    call: Call, detector: ImageDetector, videos: list[str], out: Path | None, style: dict[str, Any]
+    call: Call,
+    detector: ImageDetector,
+    videos: list[str],
+    out: Path | None,
+    targets: list[Path],
+    style: dict[str, Any],
 ) -> None:
     """Predict on videos; a damaged one does not stop the others."""
-    failures = 0
+    failures, interrupt = 0, None
     with contextlib.ExitStack() as stack:
         lines = None
         if out is not None:
             lines = stack.enter_context(atomic_write(out / "detections.jsonl"))
-        for name in videos:
+        for name, target in itertools.zip_longest(videos, targets):
             try:
-                _predict_video(call, detector, name, out, lines, style)
+                _predict_video(call, detector, name, target, lines, style)
             except DataError as error:
                 call.console.warning(str(error))
                 failures += 1
+            except KeyboardInterrupt as error:
+                if lines is None or not lines.tell():
+                    raise
+                interrupt = error
+                break
+    if interrupt is not None:
+        raise interrupt
     if failures:
         raise DataError(f"damaged videos: {failures} of {len(videos)}; see the warnings")
 
@@ -300,24 +334,24 @@ def _predict_video(
     call: Call,
     detector: ImageDetector,
     name: str,
-    out: Path | None,
+    target: Path | None,
     lines: IO[bytes] | None,
     style: dict[str, Any],
 ) -> None:
     """Print the detections of each frame as they come, and write an annotated video.
 
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
-    before a damaged one are written.
+    before a damaged one, or before Ctrl-C, are written.
     """
     from ssdctl.inference.sources import is_camera
     from ssdctl.inference.video import VideoWriter, open_video
 
     settings = call.config.predict
-    count, written, failure = 0, "", None
+    count, written = 0, ""
+    failure: DataError | KeyboardInterrupt | None = None
     with contextlib.ExitStack() as stack:
         video, writer = stack.enter_context(open_video(name)), None
-        if out is not None and settings.save is None:
-            target = out / f"{Path(name).stem}.mp4"
+        if target is not None:
             file = stack.enter_context(atomic_write(target))
             writer = VideoWriter(file, video.rate / settings.every, style)
             stack.enter_context(contextlib.closing(writer))
@@ -328,15 +362,12 @@ def _predict_video(
                 if writer is not None:
                     writer.add(frame, found)
                 count += 1
-        except DataError as error:
+        except (DataError, KeyboardInterrupt) as error:
             failure = error
-        except KeyboardInterrupt:
-            if not is_camera(name):
-                raise
         if failure is not None and not count:
             raise failure  # nothing is written
         call.console.info(f"{name}: {counted(count, 'frame')}{written}")
-    if failure is not None:
+    if failure is not None and not (is_camera(name) and isinstance(failure, KeyboardInterrupt)):
         raise failure
 
 
@@ -364,9 +395,8 @@ def _print_frame(
     record = image_record(name, found, frame=frame.number, time_s=round(frame.time_s, 4))
     if lines is not None:
         lines.write(json.dumps(record).encode() + b"\n")
-    if call.console.as_json or found:
-        line = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
-        call.console.result(record, printable_line(line))
+    about = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
+    call.console.result(record, _text(about, found if call.console.verbose else ()))
 
 
 def _text(about: str, detections: Iterable[Detection]) -> str:
