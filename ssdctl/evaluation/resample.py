@@ -179,6 +179,6 @@ def images_needed(difference: Difference, num_images: int) -> int | None:
     margin = (difference.high - difference.low) / 2
     if abs(difference.estimate) * np.sqrt(MAX_IMAGES / num_images) <= margin:
         return None
-    needed = num_images * (margin / difference.estimate) ** 2
+    needed = max(num_images * (margin / difference.estimate) ** 2, 1)
     step = 10 ** max(int(np.log10(needed)) - 1, 0)
     return int(np.ceil(needed / step)) * step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,12 +94,12 @@ def _wrong_objects(
     totals = np.bincount(truth.labels[single] - 1, highest[single], num_classes)
     usual = totals / np.maximum(np.bincount(truth.labels[single] - 1, minlength=num_classes), 1)
     contradicted, lost = other - own, usual[truth.labels - 1] - highest
-    suspects = []
+    files, suspects = _files(truth), []
     for row in np.flatnonzero(~truth.is_crowd & (np.maximum(contradicted, lost) > MIN_SUSPICION)):
         is_class = contradicted[row] >= lost[row]
         suspects.append(
             _suspect(
-                truth,
+                files,
                 "class" if is_class else "not found",
                 max(contradicted[row], lost[row]),
                 int(truth.object_image_ids[row]),
@@ -126,7 +126,7 @@ def _missing_boxes(
         every.image_ids[rows], every.boxes[rows], every.image_ids[rows], every.boxes[rows], none,
         SAME_PLACE,
     )  # fmt: skip
-    is_taken, suspects = none, []
+    files, is_taken, suspects = _files(truth), none, []
     order = np.argsort(one, kind="stable")
     ends = np.searchsorted(one[order], np.arange(len(rows) + 1))
     for n, row in enumerate(rows):
@@ -142,13 +142,17 @@ def _missing_boxes(
         image, box = int(every.image_ids[row]), every.boxes[row]
         if best.mean() > MIN_SUSPICION:
             suspects.append(
-                _suspect(truth, "no box", best.mean(), image, box, "", name, best.mean())
+                _suspect(files, "no box", best.mean(), image, box, "", name, best.mean())
             )
     return suspects
 
 
+def _files(truth: Annotations) -> dict[int, str]:
+    return dict(zip(truth.image_ids.tolist(), truth.file_names, strict=True))
+
+
 def _suspect(
-    truth: Annotations,
+    files: Mapping[int, str],
     kind: str,
     suspicion: float,
     image_id: int,
@@ -157,13 +161,12 @@ def _suspect(
     detected: str,
     score: float,
 ) -> Suspect:
-    row = int(positions(truth.image_ids, np.array([image_id]))[0])
     left, top, width, height = (round(float(v), 1) for v in box)
     return Suspect(
         kind=kind,
         suspicion=round(float(suspicion), 4),
         image_id=image_id,
-        file_name=truth.file_names[row],
+        file_name=files[image_id],
         box=(left, top, width, height),
         label=label,
         detected=detected,

@@ -142,12 +142,17 @@ def test_the_better_detector_is_named(cli: Cli) -> None:
     rng = np.random.default_rng(0)
     weak = weak._replace(scores=weak.scores * rng.uniform(0, 1, len(weak.scores)))
     Path("truth.json").write_text(json.dumps(document_of(truth)))
-    for name, found in (("weak", weak), ("good", good)):
+    ids = np.array([c.id for c in truth.classes])[truth.labels - 1]
+    perfect = Detections(truth.object_image_ids, truth.boxes, np.ones(len(ids)), ids)
+    none = Detections(*(column[:0] for column in good))
+    pairs = ("weak", weak), ("good", good), ("perfect", perfect), ("none", none)
+    for name, found in pairs:
         Path(f"{name}.json").write_text(json.dumps(found.to_coco()))
     data = ("--data", "truth.json")
     assert cli("evaluate", "weak.json", "--against", "good.json", *data).out.startswith(
         "B is better"
     )
-    for a, b, code in (("weak", "good", 10), ("good", "weak", 0), ("good", "good", 0)):
+    codes = ("weak", "good", 10), ("good", "weak", 0), ("good", "good", 0), ("none", "perfect", 10)
+    for a, b, code in codes:
         command = ("evaluate", f"{a}.json", "--against", f"{b}.json", *data, "--fail-if-worse")
         assert cli(*command).code == code
