@@ -94,7 +94,7 @@ def _wrong_objects(
     totals = np.bincount(truth.labels[single] - 1, highest[single], num_classes)
     usual = totals / np.maximum(np.bincount(truth.labels[single] - 1, minlength=num_classes), 1)
     contradicted, lost = other - own, usual[truth.labels - 1] - highest
-    files, suspects = _files(truth), []
+    files, images, suspects = _files(truth), truth.object_image_ids, []
     for row in np.flatnonzero(~truth.is_crowd & (np.maximum(contradicted, lost) > MIN_SUSPICION)):
         is_class = contradicted[row] >= lost[row]
         suspects.append(
@@ -102,7 +102,7 @@ def _wrong_objects(
                 files,
                 "class" if is_class else "not found",
                 max(contradicted[row], lost[row]),
-                int(truth.object_image_ids[row]),
+                int(images[row]),
                 truth.boxes[row],
                 truth.classes[truth.labels[row] - 1].name,
                 truth.classes[other_label[row]].name if is_class else "",
