@@ -72,7 +72,7 @@ def doctor(
 
 
 def _text(call: Call, checks: list[Check]) -> str:
-    from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, problems, to_text
+    from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, problems, to_text, without_secrets
 
     width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
     if call.console.quiet:
@@ -82,6 +82,7 @@ def _text(call: Call, checks: list[Check]) -> str:
     command = f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo"
     has_marks = is_encodable("".join(MARKS.values()), sys.stdout)
     marks = MARKS if has_marks else ASCII_MARKS
+    command = without_secrets(command)
     return to_text(checks, width, command, painted, verbose=call.console.verbose, marks=marks)
 
 

@@ -102,16 +102,19 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
 def without_secrets(text: str) -> str:
     """Return the text without passwords and queries of URLs, the home folder and the user's name.
 
-    Paths stay usable in a shell: ~/coco, /scratch/$USER/coco.
+    Paths stay usable in a shell: ~/coco, ~/'my photos', '/scratch/'$USER'/my photos'.
     """
     # Colors of other programs, and control characters.
     text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
     text = redact_urls(text)
     if (home := expand_home("~")) not in (None, Path("/")):
-        text = re.sub(rf"(?<![\w/.-]){re.escape(str(home))}(?![\w.-])", "~", text)
+        folder = rf"(?<![\w/.-])('?){re.escape(str(home))}"
+        text = re.sub(rf"{folder}/", r"~/\1", text)
+        text = re.sub(rf"{folder}\1(?![\w.-])", "~", text)
     with contextlib.suppress(OSError, KeyError):  # an id without a name
-        user = re.escape(getpass.getuser())
-        text = re.sub(rf"(?<=/){user}(?=/|$|[\s:,;)'\"])", "$USER", text)
+        user = re.compile(rf"(?<=/){re.escape(getpass.getuser())}(?=/|$|[\s:,;)'\"])")
+        text = re.sub(r"(?<!\w)'[^']*'", lambda m: user.sub("'$USER'", m[0]), text)
+        text = user.sub("$USER", text)
     return text
 
 

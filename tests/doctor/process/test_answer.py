@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,18 @@ def test_no_secrets(machine: Machine, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not re.search("hush|quiet|bob|carol|alice", output)
     assert "HTTPS_PROXY=http://***@127.0.0.1:1" in output
     assert "/scratch/$USER/ca.pem" in output
+
+
+def test_commands_of_the_output_can_be_typed(
+    cli: Cli, machine: Machine, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("HOME", str(tmp_path / "home")), ("LOGNAME", "alice"), ("USER", "alice")):
+        monkeypatch.setenv(name, value)
+    folder = shutil.copytree(shapes, tmp_path / "home/my photos/alice")
+    remedy = machine.doctor("--data", folder)["store"]["remedy"]
+    verdict = cli("doctor", "--data", folder).expect(0).out.splitlines()[0]
+    for command in (remedy, verdict.partition("Try: ")[2]):
+        echo = ["/bin/sh", "-c", f"printf '%s\n' {command}"]
+        words = subprocess.run(echo, capture_output=True, text=True, check=True).stdout
+        assert str(folder) in words.splitlines()
+        assert not re.search(f"alice|{tmp_path}", command)
