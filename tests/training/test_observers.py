@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
 from ssdctl.training.observers.display import FIRST_STEPS, Pace
-from ssdctl.training.observers.services import _key
+from ssdctl.training.observers.services import _key, wandb
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
     Metrics,
@@ -222,6 +223,13 @@ def test_names_for_mlflow() -> None:
     assert keys[:2] == ["class_AP/AP50", "class_AP/ring"]
     assert len(set(keys)) == len(names)
     assert all(len(k) < 250 and k.count("/") == 1 and posixpath.normpath(k) == k for k in keys)
+
+
+def test_a_class_named_step_is_not_the_step_of_wandb(tmp_path: Path) -> None:
+    tracker, logged = wandb(tracked(tmp_path)), list[dict[str, float]]()
+    tracker._run = SimpleNamespace(log=logged.append)
+    tracker.metrics(Metrics("class_AP", 7, {"step": 0.5}))
+    assert sorted(logged[0].values()) == [0.5, 7]
 
 
 PLAN = plan_of(80, batch_size=8, epochs=10)  # 100 steps

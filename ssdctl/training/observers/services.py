@@ -120,7 +120,7 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 class WeightsAndBiases(Tracker):
     """Logs to W&B, offline to RUN/wandb.
 
-    Each group of metrics has its own step axis (`train/step`), because an evaluation is scored
+    Each group of metrics has its own step axis (`step/train`), because an evaluation is scored
     while training continues and W&B's own steps cannot go back.
     """
 
@@ -145,23 +145,23 @@ class WeightsAndBiases(Tracker):
             allow_val_change=True,
         )
         for group in (*GROUPS, "images"):
-            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+            self._run.define_metric(f"{group}/*", step_metric=f"step/{group}")
         if self._run.url:
             log.info("tracker wandb: %s", self._run.url)
         # Offline nothing is known of earlier starts: every folder in RUN/wandb is complete.
         summary: Any = self._run.summary
-        sent = {group: summary.get(f"{group}/step", -1) for group in GROUPS}
+        sent = {group: summary.get(f"step/{group}", -1) for group in GROUPS}
         for metrics in run.past_metrics():
             if metrics.step > sent[metrics.group]:
                 self.metrics(metrics)
 
     def metrics(self, metrics: Metrics) -> None:
         values = {f"{metrics.group}/{name}": value for name, value in metrics.values.items()}
-        self._run.log({f"{metrics.group}/step": metrics.step, **values})
+        self._run.log({f"step/{metrics.group}": metrics.step, **values})
 
     def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
         shown = {f"images/{n}": self._wandb.Image(pixels) for n, pixels in images.items()}
-        self._run.log({"images/step": step, **shown})
+        self._run.log({"step/images": step, **shown})
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:
         artifact = self._wandb.Artifact(f"checkpoint-{self.run.id}", type="model")
