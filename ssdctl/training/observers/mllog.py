@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.files import disk_errors, no_follow
-from ssdctl.training.observers import End, Observer, Scored, Start, Step
+from ssdctl.training.observers import End, Observer, Rewind, Scored, Start, Step
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
@@ -50,6 +50,10 @@ class MLLog(Observer):
         epoch = self._epoch_number(scored.step)
         self._point("eval_accuracy", scored.evaluation.metrics["AP"], epoch_num=epoch)
         self._stop("eval", epoch_num=epoch)
+
+    def on_rewind(self, rewind: Rewind) -> None:
+        self._end_epoch()
+        self._end_block()
 
     def on_end(self, end: End) -> None:
         if end.outcome == "finished" and not end.has_progressed:
