@@ -355,16 +355,24 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
     return merged.with_images(is_first)._replace(findings=findings)
 
 
+def hint_of_classes(name: str, names: Sequence[str]) -> str:
+    """Return what to write instead of a name that no class has."""
+    lower = {n.lower(): n for n in names}
+    near = [lower[n] for n in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)]
+    near = [n for n in names if name in map(str.strip, n.split(","))] or near
+    if near and "," in near[0]:  # as a list: a comma separates names
+        return f"write --classes {shlex.quote(json.dumps(near[:1]))} for {near[0]!r}"
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"{meant}it has: {listed([*map(repr, names)], MAX_CLASSES_NAMED)}"
+
+
 def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
     """Return the annotations with only these classes; images that lose all boxes stay."""
     names, chosen = [c.name for c in annotations.classes], [*map(nfc, chosen)]
     for name in chosen:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
-            if whole := [n for n in names if name in n.split(",")]:
-                hint = f"write --classes {shlex.quote(json.dumps(whole[:1]))} for {whole[0]!r}"
-            raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
+            problem = f"--classes: {annotations.origin} has no class {name!r}"
+            raise UsageError(problem, hint=hint_of_classes(name, names))
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)
     annotations = annotations.with_objects(is_chosen[annotations.labels])

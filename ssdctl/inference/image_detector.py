@@ -10,7 +10,6 @@ detections are merged into a `Result` in pixels of the image.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from PIL import Image
 
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
-from ssdctl.data.annotations import ClassName, nfc
+from ssdctl.data.annotations import ClassName, hint_of_classes, nfc
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.data.tiles import Window, tile_windows
@@ -34,10 +33,8 @@ from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
-from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.system import map_ahead, take_batches
 
-MAX_NAMED = 20  # class names listed in a message
 OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
 )
@@ -190,14 +187,9 @@ def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
     names, chosen = [*map(nfc, names)], [*map(nfc, chosen)]
     for name in chosen:
         if name not in names:
-            lower = {name.lower(): name for name in names}
-            near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
             used = [name for name in names if name != UNUSED]
-            hint = f"did you mean {lower[near[0]]!r}? " if near else ""
-            raise UsageError(
-                f"class {name!r}: the network has no such class",
-                hint=f"{hint}it has: {listed(used, MAX_NAMED)}",
-            )
+            problem = f"class {name!r}: the network has no such class"
+            raise UsageError(problem, hint=hint_of_classes(name, used))
     chosen = chosen or [name for name in names if name != UNUSED]
     return [label for label, name in enumerate(names, start=1) if name in chosen]
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -324,7 +325,7 @@ def test_images_are_not_replaced_by_drawn_ones(predict: Cli) -> None:
     assert Path("b-2.jpg").read_bytes() == content
 
 
-def test_chosen_classes(predict: Cli, predictor: Predictor, image_file: Path) -> None:
+def test_chosen_classes(cli: Cli, predict: Cli, predictor: Predictor, image_file: Path) -> None:
     everything = predictor.predict(image_file)
     name, first = everything[-1].name, predictor.model.class_names[0]
     result = predict(image_file, "--json", "--classes", name, "--max-detections", 2)
@@ -332,6 +333,10 @@ def test_chosen_classes(predict: Cli, predictor: Predictor, image_file: Path) ->
     assert json.loads(result.out)[0]["detections"] == expected
     result = predict(image_file, "--classes", f"{name},{first.upper()}x")
     assert (result.code, repr(first) in result.err) == (2, True)  # the nearest one
+    predictor.model.save("m.pt", class_names=["car, big", *predictor.model.class_names[1:]])
+    arguments = ("predict", "m.pt", image_file, *COMMON)
+    hint = cli(*arguments, "--classes", "car, big").expect(2).err.partition("write ")[2]
+    cli(*arguments, *shlex.split(hint)[:2]).expect(0)
 
 
 def test_urls_and_lists(
