@@ -39,8 +39,6 @@ else:
 
 log = logging.getLogger(__name__)
 _DESCRIBING = threading.Lock()
-# How the files of torch begin: ZIP files with known names.
-ZIP = r"(?s)PK.{28}([^/]+/(data|archive|models|extra)|serialized_exported_program)"
 TEMPORARY_SUFFIX = ".tmp"
 MAX_IN_TEMPORARY = 220  # bytes of its name; file systems take 255
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
@@ -174,14 +172,17 @@ def require_own_file(path: Path, option: str, beginning: str) -> None:
     """Refuse to replace a folder, or a file that is not an earlier result of the option.
 
     Args:
-        beginning: Regular expression of the first characters of a result.
+        beginning: Regular expression of the first characters of a result. It sees the first and
+            the last megabyte of a larger file.
     """
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder", hint="name a file")
     if path.is_file():
         with read_errors(path), open_regular(path) as file:
-            head = file.read(4096)
-        if head and not re.match(beginning.encode(), head, re.IGNORECASE):
+            content = file.read(1 << 20)
+            file.seek(max(len(content), path.stat().st_size - (1 << 20)))
+            content += file.read(1 << 20)
+        if content and not re.match(beginning.encode(), content, re.IGNORECASE):
             refuse_other_file(path, option)
 
 

@@ -15,7 +15,6 @@ from ssdctl.config.settings import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError, import_package
 from ssdctl.files import (
-    ZIP,
     atomic_write,
     remove_stale_temporaries,
     require_own_file,
@@ -35,8 +34,14 @@ GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
 # The suffixes that ssdctl and other programs expect.
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "safetensors": ".safetensors"}
-# How the files begin; those of the other formats are ZIP files of torch.
-BEGINNINGS = {"onnx": r"\x08", "openvino": r"<\?xml", "safetensors": r"(?s).{8}\{"}
+# Regular expressions of earlier exports, by what only ssdctl writes.
+EARLIER = {
+    "onnx": r"(?s)\x08.*producer..ssdctl",
+    "openvino": r"(?s)<\?xml.*<ssdctl>",
+    "pt2": r"(?s)PK.*/ssdctl\.json",
+    "safetensors": r'(?s).{8}\{"__metadata__":.*"architecture":"\{\\"backbone\\"',
+    **dict.fromkeys(("mlperf", "nvidia"), r"(?s)PK.*producer.{7}ssdctl"),
+}
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
 NMS = ("onnx", "efficientnms", "none")
 ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats: all; default first
@@ -112,9 +117,10 @@ def _find_source(checkpoint: Named, kind: str, out: Path, config: Config) -> Pat
     for file in (out, *[out.with_suffix(".bin")] * (out.suffix == ".xml")):
         if isinstance(source, Path) and file.exists() and file.samefile(source):
             raise UsageError(f"{file}: is the checkpoint itself", hint="give another file")
-    if out.suffix == ".xml" and out.with_suffix(".bin").exists() and not out.exists():
+    is_new = not out.exists() or not out.stat().st_size
+    if is_new and out.suffix == ".xml" and out.with_suffix(".bin").exists():
         raise UsageError(f"{out.with_suffix('.bin')} exists", hint="give --out another name")
-    require_own_file(out, "--out", BEGINNINGS.get(kind, ZIP))
+    require_own_file(out, "--out", EARLIER[kind])
     return source
 
 
@@ -216,8 +222,9 @@ def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
         text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
         log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
     weights = to_third_party(checkpoint.model, kind)
+    names = label_map(checkpoint.classes)
     with atomic_write(target) as file:
-        torch.save({"model": weights, "label_map": label_map(checkpoint.classes)}, file)
+        torch.save({"producer": "ssdctl", "model": weights, "label_map": names}, file)
 
 
 def safetensors_bytes(state: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:

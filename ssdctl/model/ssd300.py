@@ -33,6 +33,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.format import (
+    BEGINNING,
     Architecture,
     NetworkWeights,
     Threshold,
@@ -45,7 +46,7 @@ from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.files import ZIP, msgspec_type, require_own_file
+from ssdctl.files import msgspec_type, require_own_file
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -228,7 +229,7 @@ class SSD300(nn.Module):
 
         Raises:
             ssdctl.errors.UsageError: There is not one name for each class, the suffix is one of
-                another format, or the file exists and is not a checkpoint.
+                another format, or the file exists and is not a checkpoint of ssdctl.
             ssdctl.errors.DiskError: The file cannot be written.
         """
         file, classes = Path(path), self.classes
@@ -242,7 +243,7 @@ class SSD300(nn.Module):
             )
         if file.suffix in OTHER_SUFFIXES:
             raise UsageError(f"{file}: not a name for a checkpoint", hint="such as model.pt")
-        require_own_file(file, "model.save", ZIP)
+        require_own_file(file, "model.save", BEGINNING)
         weights = weights_in_memory(self)
         compare_shapes(shapes_of_network(self.architecture), shapes_of(weights.model), file)
         weights = dataclasses.replace(weights, classes=classes)

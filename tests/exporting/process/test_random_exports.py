@@ -27,6 +27,8 @@ from torch import nn
 import ssdctl
 from ssdctl.data.shapes import generate
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.exporting import EARLIER
+from ssdctl.files import require_own_file
 
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 NMS = {"onnx": ("onnx", "none"), "openvino": ("onnx", "none"), "pt2": ("none",)}
@@ -235,6 +237,7 @@ def check(export: Export, images: np.ndarray) -> None:
         file = path.with_suffix(".bin") if export.format == "openvino" else path
         assert file.stat().st_size < 3 * weights + 300_000
 
+    require_own_file(path, "--out", EARLIER[export.format])  # it may be replaced
     assert fixed_batch(path) == export.batch
     facts, has_nms = metadata(path), export.outputs == "onnx"
     assert facts["classes"] == export.names

@@ -10,11 +10,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Cli, run_cli
 from PIL import Image
 from reporting.test_damaged_runs import evaluated, report, script_data
@@ -157,10 +157,15 @@ def test_files_that_are_not_earlier_results_are_kept(
     tiny_run: Path, shapes: Path, name: str, call: Callable[[Path, Path], object]
 ) -> None:
     Path("out").mkdir()
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("mine.txt", "not of ssdctl")
-    for mine in (b"mine, not of ssdctl", archive.getvalue()):
+    saved = io.BytesIO()
+    torch.save({"embeddings": torch.ones(2)}, saved)
+    graphs = (b"\x08\x08\x12\x04mine", b'<?xml version="1.0"?><net/>')
+    for mine in (
+        b"mine, not of ssdctl",
+        saved.getvalue(),
+        *graphs,
+        bytes(8) + b'{"__metadata__":{}}',
+    ):
         Path(name).write_bytes(mine)
         with pytest.raises(UsageError, match=name):
             call(tiny_run, shapes)
