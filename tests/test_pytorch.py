@@ -100,6 +100,7 @@ def test_crowds_are_chosen_as_labels(names: list[str], dataset: Path) -> None:
     def reversed_(image: Any, target: Any) -> Any:
         order = torch.arange(len(target["boxes"])).flip(0)
         new = {name: target[name][order] for name in names}
+        new["labels"] = (new["labels"] - 1).clone().to(torch.int32) + 1
         return image, {**target, **new, "all_labels": target["labels"]}
 
     items = ssdctl.Dataset(dataset, "val"), ssdctl.Dataset(dataset, "val", transforms=reversed_)
@@ -111,8 +112,12 @@ def test_crowds_are_chosen_as_labels(names: list[str], dataset: Path) -> None:
         new = {name: target[name].narrow(0, 0, 0) for name in ("boxes", "labels")}
         return image, {**target, **new}
 
-    with pytest.raises(UsageError, match="iscrowd"):
-        [*ssdctl.Dataset(dataset, "val", transforms=without_boxes)]
+    def flipped(image: Any, target: Any) -> Any:
+        return image, {**target, **{name: target[name].flip(0) for name in ("boxes", "labels")}}
+
+    for transforms in (without_boxes, flipped):
+        with pytest.raises(UsageError, match="iscrowd"):
+            [*ssdctl.Dataset(dataset, "val", transforms=transforms)]
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])

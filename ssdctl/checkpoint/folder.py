@@ -28,7 +28,7 @@ from ssdctl.files import (
     sync_file,
 )
 from ssdctl.runs.folder import UPLOAD_PREFIX, RunDir, evaluation_of, step_of
-from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
+from ssdctl.runs.going_back import finish_going_back, go_back, retire, retired, retired_files
 
 
 class CheckpointFolder:
@@ -110,6 +110,15 @@ class CheckpointFolder:
     def is_own(self, path: Path) -> bool:
         return path.resolve().parent == self.path.resolve()
 
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """Prepare the folder for steps after a checkpoint, of this run or another one."""
+        if self.is_own(checkpoint.path):
+            step = self._run.step_checkpoint(checkpoint.step)
+            if not step.exists():  # it is best.pt or last.pt, which others may replace
+                retry_transient(partial(link_or_copy, checkpoint.path, step))
+        elif not self.steps():  # the records are of a run that was killed before it saved
+            retry_transient(partial(retire, self._run.metrics))
+
     def go_back(self, step: int, file: Path | None) -> list[Path]:
         """Set aside the checkpoints after `step` and the records of their steps; return them.
 
@@ -140,11 +149,14 @@ class CheckpointFolder:
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest intact checkpoint, and a warning for each damaged one after it.
 
+        It is last.pt or best.pt if the run has no other.
+
         Raises:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        for path in reversed(self.steps()):
+        links = [path for path in (self._run.last, self._run.best) if path.is_file()]
+        for path in self.steps()[::-1] or links:
             try:
                 return load_resumable(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:

@@ -136,6 +136,8 @@ def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
 
     path = Path(write)
     files.require_own_file(path, "--write", f"(?s).*{WRITTEN}")
+    if path.is_file():
+        call.console.info(f"{write} exists and is replaced")
     files.write_text(path, job.to_script())
     if job.manifest is None:
         mode = path.stat().st_mode

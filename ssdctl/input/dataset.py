@@ -30,6 +30,10 @@ HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 
+# Functions of labels that keep their order; with another tensor, `getitem` looks them up.
+SAME_ORDER = {"getitem", "clone", "detach", "to", "long", "int", "add", "sub", "rsub"}
+
+
 class _Labels(Tensor):
     """Labels of an image with crowds: `labels[index]` indexes `is_crowd`, (G,), as well."""
 
@@ -47,10 +51,14 @@ class _Labels(Tensor):
             after = func(*args, **(kwargs or {}))
             if func is Tensor.__getitem__ and isinstance(args[0], cls):
                 return cls.of(after, args[0].is_crowd[args[1]])
+            if func.__name__.strip("_") in SAME_ORDER:
+                for labels in args:
+                    if isinstance(labels, cls) and after.shape == labels.shape:
+                        return cls.of(after, labels.is_crowd)
             return after
 
     def __deepcopy__(self, memo: object) -> Tensor:
-        return self.of(self.as_subclass(Tensor).clone(), self.is_crowd)
+        return self.clone()
 
 
 class Dataset(torch.utils.data.Dataset[Item]):
@@ -207,7 +215,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         assert self._transforms is not None
         size = tuple(image.shape[-2:])
         target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
-        before = target["iscrowd"]
+        before, old = target["iscrowd"], target["labels"].tolist()
         if before.any():  # SanitizeBoundingBoxes removes boxes and labels only
             target["labels"] = _Labels.of(target["labels"], before)
         image, target = self._transforms(tv_tensors.Image(image), target)
@@ -218,10 +226,11 @@ class Dataset(torch.utils.data.Dataset[Item]):
                 after = labels.is_crowd
             elif not before.any():
                 after = before.new_zeros(len(boxes))
-        if len(after) != len(boxes):
+        is_lost = not isinstance(labels, _Labels) and torch.as_tensor(labels).tolist() != old
+        if len(after) != len(boxes) or (after is before and before.any() and is_lost):
             raise UsageError(
                 "transforms: changed the boxes of an image with crowds, but not `iscrowd`",
-                hint="index `iscrowd`, or `labels`, as `boxes`",
+                hint="index `iscrowd`, or `labels`, as `boxes`; or copy `iscrowd`",
             )
         target["iscrowd"] = after
         plain = torch.as_tensor(boxes).as_subclass(Tensor)

@@ -33,6 +33,7 @@ from ssdctl.files import (
     msgspec_type,
     read_limited,
     reason_of,
+    refuse_other_file,
     require_own_file,
     try_lock,
     write_bytes,
@@ -47,7 +48,7 @@ EVALUATION = r'\s*\{\s*"about"'
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
 UPLOAD_PREFIX = ".upload-"  # of folders for checkpoints that trackers upload
-STEP_NAME = re.compile(r"step-[0-9]+\.pt")
+STEP_NAME = re.compile(r"step-[0-9]{8,}\.pt")
 WAIT_S = 10.0  # the processes of a killed launch take some seconds to end
 POLL_S = 0.2
 MAX_OWNER = 300  # characters of process id and host name
@@ -115,15 +116,17 @@ class RunDir:
         return self.path.is_dir() and any(entry not in others for entry in self.path.iterdir())
 
     def require_own_files(self) -> None:
-        """Refuse a folder without checkpoints in which files of others would be replaced."""
-        if self.checkpoints.is_dir():
+        """Refuse a folder that is no run, in which files of others would be replaced."""
+        if self.step_checkpoints():
             return
-        for path, beginning in (
-            (self.config, r"\[data\]\n(# )?root ="),
-            (self.environment, r'\{\s*"python":'),
-            (self.metrics, r'\{"kind":'),
-        ):
-            require_own_file(path, "--out", beginning)
+        require_own_file(self.metrics, "--out", r'\{"kind": "event", "step": ')
+        if self.metrics.is_file() and self.metrics.stat().st_size:
+            return
+        require_own_file(self.config, "--out", r"\[data\]\n(# )?root = .*\n(# )?store = .*  # ")
+        require_own_file(self.environment, "--out", r'\{\s*"python": ".*",\s*"platform": ')
+        for path in (self.evaluation, self.last, self.best):
+            if os.path.lexists(path):
+                refuse_other_file(path, "--out")
 
 
 def evaluation_of(checkpoint: Path) -> Path:
@@ -218,8 +221,8 @@ def run_of(checkpoint: Path) -> RunDir:
 
 def _name_of(checkpoint: Path) -> str:
     """Return a detector's name, the run of a run's checkpoint, or the name of another file."""
-    run = run_of(checkpoint)
-    is_of_run = checkpoint.absolute().parent == run.checkpoints
+    run, checkpoint = run_of(checkpoint), checkpoint.absolute()
+    is_of_run = checkpoint.parent == run.checkpoints
     return run.path.name if is_of_run else FILE_SUFFIX.sub("", checkpoint.name)
 
 

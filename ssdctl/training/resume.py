@@ -117,15 +117,15 @@ def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:
         return named
     with contextlib.suppress(IntegrityError):
         own, _ = CheckpointFolder(out, keep=1).newest_intact()
+        if own is not None and own.samples_seen > named.samples_seen:
+            log.warning("%s is later than --resume %s: continuing from it", own.path, named.path)
+            return own
         if own is not None and own.global_batch != named.global_batch:
             raise UsageError(
                 f"{out} has a run with the global batch {own.global_batch}, that of "
                 f"{named.path} is {named.global_batch}",
-                hint="another --out starts a new run",
+                hint="leave --resume out to continue it; another --out starts a new run",
             )
-        if own is not None and own.samples_seen > named.samples_seen:
-            log.warning("%s is later than --resume %s: continuing from it", own.path, named.path)
-            return own
     return named
 
 
@@ -175,13 +175,15 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")
     is_force_needed = (is_other_batch and rest) or (is_other_data and CHOOSING.isdisjoint(changed))
-    hints = []
+    options.sort(key=lambda option: option.startswith("("))  # "(no --limit-train)"
+    hints, force = [], "--resume-changed"
+    if is_elsewhere:
+        force = f"--out FOLDER --resume {quoted(checkpoint.path)} --resume-changed"
     if is_other_network or not is_force_needed:
-        force = ["--resume-changed"] if is_force_needed else []
-        hints.append(f"continue it with {' '.join(options + force)}")
+        given = [*options, force] if is_force_needed else options
+        hints.append(f"continue it with {' '.join(given)}")
     if not is_other_network:
-        other = f"--out FOLDER --resume {quoted(checkpoint.path)} " if is_elsewhere else ""
-        hints.append(f"{other}--resume-changed continues anyway")
+        hints.append(f"{force} continues anyway")
     raise UsageError(
         f"{checkpoint.path} was trained with other settings: {'; '.join(texts)}",
         hint="; ".join([*hints, "another --out starts a new run"]),
@@ -244,6 +246,8 @@ class Saver(CheckpointFolder):
         resumed, file = self._resumed, None
         if checkpoint is not None and resumed is not None and resumed.exists():
             file = resumed if checkpoint.path.samefile(resumed) else None
+        if checkpoint is not None:
+            self.begin(checkpoint)
         for path in self.go_back(step, file):
             log.warning("%s: set aside, the run continues from step %d", path.name, step)
 

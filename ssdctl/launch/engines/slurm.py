@@ -61,8 +61,8 @@ HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 RESUME = "command+=(--resume=auto)"
 SCRIPT = """\
 #!/usr/bin/env bash
-{directives}
 {written}
+{directives}
 set -u
 {unset}
 {exports}export MASTER_ADDR

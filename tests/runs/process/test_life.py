@@ -350,7 +350,9 @@ class Life(RuleBasedStateMachine):
         return content and (max(r["AP"] for r in scores), digest(content, 1))
 
     def newest_intact(self) -> int:
-        return next((step_of(p) for p in reversed(steps(self.run)) if load(p)), 0)
+        links = [self.run / "checkpoints" / name for name in ("last.pt", "best.pt")]
+        found = (content for path in steps(self.run)[::-1] or links if (content := load(path)))
+        return next((int(content["step"]) for content in found), 0)
 
     def check(self, to: int, chosen: Settings, code: int, text: str, fault: Fault | None) -> None:
         assert "Traceback" not in text, text
