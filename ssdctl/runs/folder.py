@@ -122,7 +122,7 @@ class RunDir:
         require_own_file(self.metrics, "--out", r'\{"kind": "event", "step": ')
         if self.metrics.is_file() and self.metrics.stat().st_size:
             return
-        require_own_file(self.config, "--out", r"\[data\]\n(# )?root = .*\n(# )?store = .*  # ")
+        require_own_file(self.config, "--out", r"\[data\]\n(# )?root =.*\n(# )?store =.*  # ")
         require_own_file(self.environment, "--out", r'\{\s*"python": ".*",\s*"platform": ')
         for path in (self.evaluation, self.last, self.best):
             if os.path.lexists(path):

@@ -1,6 +1,7 @@
 """The run folder: its place without --out; one run at a time; a dead run's lock blocks none."""
 
 import logging
+import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
-from helpers import train_command
+from helpers import records, train_command
 
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import DiskError, UsageError
@@ -32,13 +33,31 @@ def test_a_second_run_is_refused(
     assert not RunDir(out).lock.exists()
 
 
-@pytest.mark.parametrize("name", ["config.toml", "environment.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.toml", "environment.json", "metrics.jsonl", "evaluation.json"),
+        *("checkpoints/best.pt", "checkpoints/last.pt"),
+    ],
+)
 def test_files_of_others_are_kept(cli: Cli, shapes: Path, tmp_path: Path, name: str) -> None:
-    mine = tmp_path / "run" / name
-    mine.parent.mkdir()
+    run, mine = tmp_path / "run", tmp_path / "run" / name
+    (run / "checkpoints").mkdir(parents=True)
     mine.write_text("[tool]")
-    cli(*train_command(shapes, mine.parent, "--steps", 1)).expect(2, name)
-    assert [p.read_text() for p in mine.parent.iterdir()] == ["[tool]"]
+    cli(*train_command(shapes, run, "--steps", 1)).expect(2, name)
+    assert [p.read_text() for p in run.rglob("*") if p.is_file()] == ["[tool]"]
+
+
+def test_a_run_without_numbered_checkpoints_continues(
+    cli: Cli, shapes: Path, tmp_path: Path, tiny_run: Path
+) -> None:
+    for kept in ("best", "last"):
+        run = shutil.copytree(tiny_run, tmp_path / kept)
+        for path in (run / "checkpoints").glob("*.pt"):
+            if path.name != f"{kept}.pt":
+                path.unlink()
+        cli(*train_command(shapes, run, "--steps", 4)).expect(0)
+        assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4]
 
 
 def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
