@@ -188,9 +188,12 @@ def relative_folder(path: Path, root: Path) -> str:
 
 
 def paths_below(folder: str, names: Sequence[str]) -> list[str]:
-    """Return the paths of images from the dataset folder; names, if the folder is not below it."""
+    """Return the paths of images from the dataset folder, by which they are divided, in form NFC.
+
+    Names, if the folder is not below the dataset folder.
+    """
     prefix = "" if folder == "." or folder.startswith("/") else f"{folder}/"
-    return [f"{prefix}{name}" for name in names]
+    return [nfc(f"{prefix}{name}") for name in names]
 
 
 @lru_cache

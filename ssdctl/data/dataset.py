@@ -37,7 +37,7 @@ from ssdctl.data.annotations import (
     split_of,
     with_classes,
 )
-from ssdctl.data.divide import NOTHING_KNOWN, Division, divided, next_division
+from ssdctl.data.divide import UNDIVIDED, Division, divided, next_division
 from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
 from ssdctl.data.formats import Format, built_in, coco, load
 from ssdctl.data.image_files import (
@@ -179,7 +179,7 @@ def read_and_convert(
         is_remembered: The conversion is the last one, so its --split does not apply to a dataset
             that has validation images by now.
     """
-    division = _last_division(root, store) if store else Division()
+    division = _last_division(root, store) if store else UNDIVIDED
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
     for name, part in read.items():
@@ -201,8 +201,8 @@ def read_and_convert(
         whole = require_split(splits, "train", root)
         below = relative_folder(whole.folder, root)
         options = conversion.split, conversion.group
-        known = division.sides if division.options == options else NOTHING_KNOWN
-        train, val = divided(whole, conversion.split, conversion.group, below, known)
+        last = division if division.options == options else UNDIVIDED
+        train, val = divided(whole, conversion.split, conversion.group, below, last)
         now = dict.fromkeys(paths_below(below, train.file_names), True)
         now |= dict.fromkeys(paths_below(below, val.file_names), False)
         division, num_moved = next_division(division._replace(options=options), now)
@@ -220,8 +220,6 @@ def read_and_convert(
             "--split 0.9 holds out training images instead"
         )
         splits["val"] = test._replace(notes=[*test.notes, note])
-    if conversion.split is None:
-        division = division._replace(key=None)
     return {s: splits[s] for s in SPLITS if s in splits}, conversion, division
 
 
@@ -229,17 +227,14 @@ def _last_division(root: Path, store: Path) -> Division:
     """Return how a store was divided by the last --split."""
     store = store if index.last_made(store) else usual_store(root)
     if (made := index.last_made(store)) is None:
-        return Division()
-    division = Division()
+        return UNDIVIDED
+    division = UNDIVIDED
     with contextlib.suppress(DataError):
         division = read_sources(store / made.sources).division
-    if (split := made.conversion.split) is not None and not division.sides:
+    if made.conversion.split is not None and not division.sides:
         text = "%s: the last division by --split is lost, so images are divided again"
         log.warning(text, store)
-        return Division()
-    if split is not None:
-        division = division._replace(options=(split, made.conversion.group))
-    return division._replace(key=made.division)
+    return division
 
 
 def _image_dir(root: Path, folder: str) -> str:

@@ -28,12 +28,15 @@ MIN_SHARE = 0.5  # of the images; fewer are taken for chance
 
 
 class Division(NamedTuple):
-    """How --split divided the images of a dataset."""
+    """How --split divided the images of a dataset; paths are in form NFC."""
 
     key: str | None = None  # it stays the same as long as no image moves; None: not divided
     sides: Mapping[str, bool] = NOTHING_KNOWN  # path of each image ever divided: trained on?
-    gone: Collection[str] = ()  # paths of those that were not there the last time
+    gone: Collection[str] = ()  # paths of those that were renamed, or gone when the key was made
     options: tuple[float, str | None] | None = None  # --split and --group that made the sides
+
+
+UNDIVIDED = Division()
 
 
 def divided(
@@ -41,7 +44,7 @@ def divided(
     share: float,
     group: str | None = None,
     folder: str = ".",
-    known: Mapping[str, bool] = NOTHING_KNOWN,
+    last: Division = UNDIVIDED,
 ) -> tuple[Annotations, Annotations]:
     """Divide a split: `share` of the images to train on, the others to validate.
 
@@ -52,7 +55,7 @@ def divided(
 
     Args:
         folder: The folder of the file names, relative to the dataset folder.
-        known: Whether an image, by its path below the dataset folder, was one to train on.
+        last: How the images were divided before with the same share and group.
     """
     names = paths_below(folder, annotations.file_names)
     if len(names) < 2:
@@ -67,7 +70,7 @@ def divided(
             hint="give an expression that matches another part of the names",
         )
     sides: dict[str, bool] = {}
-    before, _ = sides_of(names, known)
+    before = {**last.sides, **sides_of(names, last)[0]}
     for name, path in zip(groups, names, strict=True):
         if path in before:
             sides[name] = sides.get(name, True) and before[path]
@@ -83,54 +86,56 @@ def divided(
     return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
 
 
-def sides_of(
-    paths: Collection[str], known: Mapping[str, bool]
-) -> tuple[dict[str, bool], Collection[str]]:
-    """Return whether images were trained on before, and the known images that are gone.
+def sides_of(paths: Collection[str], last: Division) -> tuple[dict[str, bool], set[str]]:
+    """Return whether images were trained on before, and the images that may be under a new name.
 
-    An image whose path is new has the side of the known images that are not where they were and
-    whose paths end in the same folders and file name, if they are all on one side. The hash in
-    Roboflow's file names is ignored.
+    New images have the side of those that are not where they were and whose paths end in the same
+    folders and file name, if these are all on one side and not fewer. The hash in Roboflow's file
+    names is ignored.
     """
-    sides = {path: known[path] for path in paths if path in known}
-    gone: set[str] = known.keys() - sides.keys()
-    for num_parts in range(MAX_PARTS, 0, -1) if gone else ():
-        before: dict[str, set[bool]] = {}
-        for path in gone:
-            before.setdefault(_end(path, num_parts), set()).add(known[path])
-        ends = {path: _end(path, num_parts) for path in paths if path not in sides}
-        found = {path: end for path, end in ends.items() if len(before.get(end, ())) == 1}
-        sides |= {path: min(before[end]) for path, end in found.items()}
-        used = {*found.values()}
-        gone = {path for path in gone if _end(path, num_parts) not in used}
-    return sides, gone
+    known = last.sides.keys() - last.gone
+    sides = {path: last.sides[path] for path in paths if path in known}
+    lost = known.difference(sides)
+    for num_parts in range(MAX_PARTS, 0, -1) if lost else ():
+        new = _by_end((path for path in paths if path not in sides), num_parts)
+        for end, before in _by_end(lost, num_parts).items():
+            after = new.get(end, [])
+            was = {last.sides[path] for path in before + after if path in last.sides}
+            if len(was) == 1 and 0 < len(after) <= len(before):
+                sides |= dict.fromkeys(after, was.pop())
+                lost.difference_update(before)
+    return sides, lost
 
 
-def _end(path: str, num_parts: int) -> str:
-    return ROBOFLOW.sub("", "/".join(path.split("/")[-num_parts:]))
+def _by_end(paths: Iterable[str], num_parts: int) -> dict[str, list[str]]:
+    ends: dict[str, list[str]] = {}
+    for path in paths:
+        end = ROBOFLOW.sub("", "/".join(path.split("/")[-num_parts:]))
+        ends.setdefault(end, []).append(path)
+    return ends
 
 
 def next_division(last: Division, now: Mapping[str, bool]) -> tuple[Division, int]:
     """Return a division after the last one, and how many images moved, or may have.
 
-    An image that was not there may have moved if one that is gone was on the other side.
+    A new image may have moved if one that is gone since the key was made was on the other side.
 
     Args:
         now: Whether an image, by its path, is one to train on.
     """
-    before, gone = sides_of(now, last.sides)
-    came = (now.keys() - before.keys()) | (now.keys() & {*last.gone})
-    new = Counter(now[path] for path in came)
-    lost = Counter(last.sides[path] for path in gone)
-    num_moved = sum(before.get(path, is_train) != is_train for path, is_train in now.items())
-    num_moved += min(lost[True], new[False]) + min(lost[False], new[True])
+    before, lost = sides_of(now, last)
+    new = Counter(now[path] for path in now.keys() - before.keys())
+    old = Counter(last.sides[path] for path in lost)
+    sides = {**last.sides, **before}
+    num_moved = sum(sides.get(path, is_train) != is_train for path, is_train in now.items())
+    num_moved += min(old[True], new[False]) + min(old[False], new[True])
     key = last.key
     if num_moved or key is None:
         held = sorted(path for path, is_train in now.items() if not is_train)
         text = "\0".join([*([key] if key else []), *held])  # no earlier key is used again
-        key = hashlib.sha256(os.fsencode(text)).hexdigest()[:12]
-    sides = {**{path: last.sides[path] for path in gone}, **now}
-    return last._replace(key=key, sides=sides, gone=gone), num_moved
+        key, lost = hashlib.sha256(os.fsencode(text)).hexdigest()[:12], set()
+    sides |= now
+    return last._replace(key=key, sides=sides, gone=sides.keys() - now.keys() - lost), num_moved
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:

@@ -218,7 +218,8 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     hashes = np.array(contents, np.int64)
     sources = Sources(files, num_bytes, modified_ns, hashes, unlisted, division)
     note_unlisted(root, resolved, unlisted)
-    return _Dataset(name, conversion, resolved, sources, division.key)
+    key = None if conversion.split is None else division.key
+    return _Dataset(name, conversion, resolved, sources, key)
 
 
 def _write(store: _Store, dataset: _Dataset) -> Outcome:

@@ -42,7 +42,7 @@ LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
 HASHED_BYTES = 4 << 20
 UNLISTED_IMAGE = -1
-# Whether --split trains on an image, and whether the image was gone the last time.
+# Whether --split trains on an image, and whether it is `gone` in the division.
 SIDES = {-2: (True, False), -3: (False, False), -4: (True, True), -5: (False, True)}
 COLUMNS = {
     "name": pa.string(),  # relative to the dataset folder
@@ -60,7 +60,7 @@ class Sources(NamedTuple):
     modified_ns: NDArray[np.int64]  # N
     content: NDArray[np.int64]  # N
     unlisted: list[str]
-    division: Division  # without its key
+    division: Division
 
 
 def label_files(root: Path, format_name: str, store: Path) -> list[str]:
@@ -154,7 +154,7 @@ def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[
 def write_sources(store: Path, sources: Sources) -> str:
     """Write the table to a store, and return the file's name, which depends on the content."""
     kind_of = {side: kind for kind, side in SIDES.items()}
-    _, sides, gone, options = sources.division
+    key, sides, gone, options = sources.division
     divided = [kind_of[is_train, path in gone] for path, is_train in sides.items()]
     kinds = np.array([UNLISTED_IMAGE] * len(sources.unlisted) + divided, np.int64)
     values = [
@@ -162,7 +162,7 @@ def write_sources(store: Path, sources: Sources) -> str:
         *(np.concatenate([column, kinds]) for column in sources[1:4]),
     ]
     arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
-    metadata = {"options": msgspec.json.encode(options)} if options else None
+    metadata = {"division": msgspec.json.encode((key, options))} if key else None
     table = pa.table(arrays, schema=pa.schema(COLUMNS.items(), metadata=metadata))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
@@ -180,14 +180,15 @@ def read_sources(path: Path) -> Sources:
     kinds = [*zip(names, num_bytes.tolist(), strict=True)]
     unlisted = [name for name, kind in kinds if kind == UNLISTED_IMAGE]
     sides = {name: SIDES[kind] for name, kind in kinds if kind in SIDES}
-    options = None
-    if encoded := (table.schema.metadata or {}).get(b"options"):
+    key = options = None
+    if encoded := (table.schema.metadata or {}).get(b"division"):
         try:
-            kind = msgspec_type(tuple[float, str | None])
-            options = msgspec.json.decode(encoded, type=kind)
+            kind = msgspec_type(tuple[str, tuple[float, str | None]])
+            key, options = msgspec.json.decode(encoded, type=kind)
         except DECODE_ERRORS as error:
             raise index.damaged(path, error) from None
     division = Division(
+        key,
         options=options,
         sides={name: is_train for name, (is_train, _) in sides.items()},
         gone={name for name, (_, is_gone) in sides.items() if is_gone},
