@@ -36,7 +36,7 @@ from ssdctl.files import (
     read_errors,
     write_bytes,
 )
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, printable_line
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
@@ -45,7 +45,7 @@ UNLISTED_IMAGE = -1
 # Whether --split trains on an image, and whether it is `gone` in the division.
 SIDES = {-2: (True, False), -3: (False, False), -4: (True, True), -5: (False, True)}
 COLUMNS = {
-    "name": pa.string(),  # relative to the dataset folder
+    "name": pa.binary(),  # relative to the dataset folder
     "bytes": pa.int64(),  # of a label file; of an image file UNLISTED_IMAGE or one of SIDES
     "modified_ns": pa.int64(),
     "content": pa.int64(),  # hash
@@ -77,11 +77,8 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
 
 
 def _without_runs(names: Iterator[str], store: str) -> list[str]:
-    """Return the files below a dataset folder that are neither in the store nor in a run folder.
-
-    Files whose names are not UTF-8 are left out: those of images and their labels are refused.
-    """
-    files = list(filter(is_utf8, names))
+    """Return the files below a dataset folder that are neither in the store nor in a run folder."""
+    files = list(names)
     runs = (name.rpartition("/")[0] for name in files if name.endswith(RUN_FILE))
     left_out = tuple(f"{folder}/" for folder in {store, *runs} if folder)
     return [name for name in files if not name.startswith(left_out)]
@@ -127,7 +124,7 @@ def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: 
     for name, (folder, listed) in folders.items():
         relative = os.path.relpath(store.absolute(), folder.absolute())
         files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
-        others = sorted(set(files).difference(listed))
+        others = sorted(filter(is_utf8, set(files).difference(listed)))
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found
@@ -158,7 +155,7 @@ def write_sources(store: Path, sources: Sources) -> str:
     divided = [kind_of[is_train, path in gone] for path, is_train in sides.items()]
     kinds = np.array([UNLISTED_IMAGE] * len(sources.unlisted) + divided, np.int64)
     values = [
-        [*sources.names, *sources.unlisted, *sides],
+        [os.fsencode(name) for name in (*sources.names, *sources.unlisted, *sides)],
         *(np.concatenate([column, kinds]) for column in sources[1:4]),
     ]
     arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
@@ -176,7 +173,8 @@ def write_sources(store: Path, sources: Sources) -> str:
 def read_sources(path: Path) -> Sources:
     table = index.read_table(path, COLUMNS)
     num_bytes, modified_ns, content = (index.numbers(table, n) for n in list(COLUMNS)[1:])
-    names, labels = table.column("name").to_pylist(), slice(int((num_bytes >= 0).sum()))
+    names = [os.fsdecode(name) for name in table.column("name").to_pylist()]
+    labels = slice(int((num_bytes >= 0).sum()))
     kinds = [*zip(names, num_bytes.tolist(), strict=True)]
     unlisted = [name for name, kind in kinds if kind == UNLISTED_IMAGE]
     sides = {name: SIDES[kind] for name, kind in kinds if kind in SIDES}
@@ -249,10 +247,11 @@ def _changed_labels(folder: Path, recorded: Sources, names: list[str]) -> list[s
 
 
 def _said(names: list[str], noun: str, state: str) -> list[str]:
+    first = [printable_line(name) for name in names[:1]]
     if len(names) < 2:
-        return [f"{name} {'changed' if state == 'changed' else f'is {state}'}" for name in names]
+        return [f"{name} {'changed' if state == 'changed' else f'is {state}'}" for name in first]
     verb = "changed" if state == "changed" else f"are {state}"
-    return [f"{counted(len(names), noun)} {verb}, such as {names[0]}"]
+    return [f"{counted(len(names), noun)} {verb}, such as {first[0]}"]
 
 
 def _listed_images(

@@ -19,6 +19,7 @@ from ssdctl.data.dataset import find, resolve_images
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
@@ -368,6 +369,8 @@ def test_names_that_are_not_utf8(tmp_path: Path, cli: Cli) -> None:
     exports.tree(tmp_path, {"images/a.png": None, "labels/a.txt": label, "classes.txt": "x"})
     exports.tree(tmp_path, {f"{name}.txt": label, "images/x": ""})
     prepared(cli, tmp_path, "--no-pack")
+    (tmp_path / f"{name}.txt").write_text("")
+    assert not is_prepared(tmp_path, tmp_path / "prepared")
     shutil.copy(tmp_path / "images/a.png", tmp_path / f"images/{name}.png")
     assert "UTF-8" in refused(cli, "prepare", "--data", tmp_path)
 
