@@ -58,15 +58,14 @@ def divided(
         last: How the images were divided before with the same share and group.
     """
     names = paths_below(folder, annotations.file_names)
-    if len(names) < 2:
+    if len({*names}) < 2:
         images = counted(len(names), "image")
         raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
     groups = names if group is None else _groups(names, group)
     counts = Counter(groups)
     if len(counts) < 2:
-        raise DataError(
-            f"{annotations.origin}: all {len(names):,} images are in the group {groups[0]!r} of "
-            f"--group {group}",
+        raise UsageError(
+            f"--group {group}: all {len(names):,} images are in the group {groups[0]!r}",
             hint="give an expression that matches another part of the names",
         )
     sides: dict[str, bool] = {}

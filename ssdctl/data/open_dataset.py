@@ -62,14 +62,15 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    if options.group is not None and options.split is None:
-        raise UsageError(
-            f"--group {options.group} without --split",
-            hint="add the share to train on: --split 0.9",
-        )
     given = Conversion(source, options.split, options.classes, options.image_dir, options.group)
     last = msgspec.structs.asdict(_last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
+    conversion = msgspec.structs.replace(given, **remembered)
+    if given.group is not None and conversion.split is None:
+        raise UsageError(
+            f"--group {given.group} without --split",
+            hint="add the share to train on: --split 0.9",
+        )
     if kept := Conversion(**remembered):
         log.info("using the options of the last time: %s; other ones replace them", kept)
     stored = config_of(folder)
@@ -84,7 +85,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
             root,
             folder,
             options,
-            msgspec.structs.replace(given, **remembered),
+            conversion,
             force=force,
             is_remembered=given.split is None,
             progress=progress,

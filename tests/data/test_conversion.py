@@ -88,6 +88,21 @@ def test_the_index_remembers_how_the_dataset_was_read(
     assert read_images(store, "val").names == held
 
 
+def test_a_group_replaces_the_remembered_one_of_a_split(undivided: Path, cli: Cli) -> None:
+    prepare = ("prepare", "--data", undivided, "--no-pack")
+    cli(*prepare, "--group", r"\d\.").expect(2, "--split")
+    for options in (("--split", 0.75), ("--group", r"\d\.")):
+        cli(*prepare, *options).expect(0)
+    path = undivided / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    document["images"] = [i for i in document["images"] if i["file_name"].endswith("1.jpg")]
+    ids = {entry["id"] for entry in document["images"]}
+    document["annotations"] = [a for a in document["annotations"] if a["image_id"] in ids]
+    path.write_text(json.dumps(document))
+    cli(*prepare).expect(3, "remembered")
+    cli(*prepare, "--group", r"\d\d\.").expect(0)
+
+
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
     (undivided / "dataset.toml").write_text(own)
@@ -205,7 +220,7 @@ def annotations_of(names: list[str]) -> Annotations:
 def test_a_group_that_is_no_expression_or_matches_nothing_is_refused(group: str) -> None:
     with pytest.raises(UsageError, match="--group"):
         divided(annotations_of(FRAMES), 0.9, group)
-    with pytest.raises(DataError, match="'clip'"):
+    with pytest.raises(UsageError, match="'clip'"):
         divided(annotations_of(FRAMES), 0.9, "clip")
 
 

@@ -286,7 +286,7 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
     try:
         for some in settings:
             prepare_dataset(config_of(some), force=False, progress=without_progress)
-    except DataError as error:
+    except SsdctlError as error:
         problem = str(error)
     else:
         problem = ""
