@@ -22,7 +22,13 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ssdctl.data.annotations import ClassName, LabeledBox, LabeledImage, annotations_of_split
+from ssdctl.data.annotations import (
+    ClassName,
+    LabeledBox,
+    LabeledImage,
+    annotations_of_split,
+    nfc,
+)
 from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.coco_json import document_of
 from ssdctl.data.image_check import JPEG_FORMATS
@@ -159,7 +165,8 @@ def _header(content: bytes) -> Header:
 
 
 def _unique(names: list[str], ids: Sequence[int | None], pattern: str) -> list[str]:
-    """Return distinct names: duplicates are written with their ids."""
+    """Return distinct names in form NFC: duplicates are written with their ids."""
+    names = [nfc(name) for name in names]
     counts = Counter(names)
     taken = {name: 1 for name in names if counts[name] == 1}
     pairs = zip(names, ids, strict=True)

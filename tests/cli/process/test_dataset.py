@@ -106,6 +106,16 @@ def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
     assert [line[0] for line in lines] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
+def test_names_in_two_forms_of_unicode_stay_apart(target: str, cli: Cli) -> None:
+    names = ("a/\u00e4", "b/a\u0308")
+    labels = {f"labels/{name}.txt": "0 .5 .5 .2 .4" for name in names}
+    exports.tree(Path("data"), {"classes.txt": "x", **labels})
+    exports.tree(Path("data"), {f"images/{name}.jpg": None for name in names})
+    cli("dataset", "export", "data", "--to", target, "--out", "out").expect(0)
+    cli("prepare", "--data", "out", "--no-pack", "--split", "0.5").expect(0)
+
+
 def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:
     from pyarrow import parquet
 
