@@ -116,7 +116,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             "store": located.store,
             "transforms": transforms,
         }
-        splits = open_dataset(*dataset_folders(config.data))
+        splits = open_dataset(*dataset_folders(located))
         if split not in splits:
             raise UsageError(
                 f"{os.fspath(data)}: it has no split {split!r}", hint=f"it has {', '.join(splits)}"
