@@ -27,7 +27,8 @@ def is_cached_store(folder: Path) -> bool:
 
 def prepare_command(root: Path, folder: Path | None = None, *options: str) -> str:
     """Return the command that prepares a dataset in this store; None: the one without --store."""
-    is_usual = folder is None or folder == usual_store(root) or is_cached_store(folder)
+    usual = usual_store(root).absolute()
+    is_usual = folder is None or folder.absolute() == usual or is_cached_store(folder)
     store = "" if is_usual else f" --store {quoted(folder)}"
     return " ".join([f"ssdctl prepare --data {quoted(root)}{store}", *options])
 

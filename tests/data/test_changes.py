@@ -1,6 +1,7 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
 import io
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from data.formats import exports
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
+from ssdctl.data import prepare_command
 from ssdctl.data.index import read_images
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -144,6 +146,11 @@ def test_packed_images_are_replaced_only_by_prepare(
         assert after == before
     prepare(dataset, store, config)
     assert len(open_dataset(dataset, store)["train"].image_ids) == 23
+
+
+def test_a_command_does_not_name_the_usual_store(tmp_path: Path) -> None:
+    store = Path(os.path.relpath(tmp_path / "prepared"))
+    assert "--store" not in prepare_command(tmp_path, store)
 
 
 def test_a_split_that_is_refused_leaves_the_old_store(dataset: Path, tmp_path: Path) -> None:
