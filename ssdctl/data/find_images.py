@@ -135,6 +135,7 @@ class ImageFinder:
         if image_dir and not self.files:
             raise DataError(f"--image-dir {image_dir}: no images below {root / image_dir}")
         self.by_stem: dict[str, list[str]] = {}
+        self._by_end: dict[int, dict[tuple[str, ...], list[str]]] = {}  # by number of folders
         for file, parts in self.files.items():
             self.by_stem.setdefault(stem_of(parts[-1]), []).append(file)
 
@@ -294,16 +295,18 @@ class ImageFinder:
         if not (entry.is_label_file and stem in self.by_stem) and is_image_name(stem):
             stem, base_name = stem_of(stem), stem
         files = self.by_stem.get(stem, [])
-        near = files if len(names) > 1 else []
-        if len(near) > FEW:
-            near = self._by_parent.get((stem, names[-2]), [])
+        nearer = [files]
+        for depth in range(1, len(names)):
+            if depth > 1 and len(nearer[-1]) <= FEW:
+                break
+            nearer.append(self._below(stem, names[-1 - depth : -1]))
 
         def fitting(files: list[str]) -> list[_Option]:
             named = [f for f in files if base_name in ("", self.files[f][-1])]
             return self._fitting(entry, names, named)
 
         # Others are worse, and a video's frames have the names of those of each other video.
-        return fitting([f for f in near if self.files[f][-2:-1] == names[-2:-1]]) or fitting(files)
+        return next(filter(None, map(fitting, reversed(nearer))), [])
 
     def _exact_options(self, entry: Wanted, name: str) -> list[_Option]:
         """Return the files to which the path of a label file is an exact one."""
@@ -317,14 +320,14 @@ class ImageFinder:
             files = [file for _, file in sorted(found)]
         return [option for option in self._fitting(entry, names, files) if option.is_exact]
 
-    @cached_property
-    def _by_parent(self) -> dict[tuple[str, ...], list[str]]:
-        """Files by stem and by the name of their folder, if many have the stem."""
-        files = dict[tuple[str, ...], list[str]]()
-        for stem, several in self.by_stem.items():
-            for file in several if len(several) > FEW else ():
-                files.setdefault((stem, *self.files[file][-2:-1]), []).append(file)
-        return files
+    def _below(self, stem: str, folders: list[str]) -> list[str]:
+        """Return the files with a stem whose paths end with the folders."""
+        depth = len(folders)
+        if depth not in self._by_end:
+            ends = self._by_end[depth] = {}
+            for file, parts in self.files.items():
+                ends.setdefault((stem_of(parts[-1]), *parts[-1 - depth : -1]), []).append(file)
+        return self._by_end[depth].get((stem, *folders), [])
 
     @cached_property
     def _by_folders(self) -> dict[tuple[str, ...], list[tuple[int, str]]]:

@@ -12,7 +12,7 @@ from data.formats.test_voc import thing, xml
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset, resolve_images
-from ssdctl.data.find_images import ImageFinder
+from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
@@ -261,6 +261,7 @@ def test_frames_of_many_videos_are_found_fast() -> None:
     finder = ImageFinder(Path(), files=files)
     labels = [PurePosixPath(f"{name.format('labels')}.txt") for name in names]
     assert [f and f.file for f in finder.find(finder.of_label_files(labels), Path())] == files
+    assert [f and f.file for f in finder.find([Wanted(file) for file in files], Path())] == files
 
 
 CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
