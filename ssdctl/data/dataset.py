@@ -420,6 +420,15 @@ def _describe(path: Path, name: str, by: Path | bool) -> str:
     return f"{name} ({by.relative_to(path) if by.is_relative_to(path) else by})"
 
 
+def has_usual_labels(folder: Path) -> bool:
+    """Return whether a folder has labels, and files by which formats are usually recognized.
+
+    Other folders are not searched: this one may be the home folder, or the root of a disk.
+    """
+    patterns = (pattern for name in built_in() for pattern in getattr(load(name), "LOOKED_FOR", ()))
+    return any(any(folder.glob(p)) for p in (TOML, *patterns)) and _has_labels(folder)
+
+
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):

@@ -460,7 +460,7 @@ def _write_index(
         upright=(annotations.upright and images.have_orientation) or msgspec.UNSET,
         classes=annotations.classes,
         images=relative_folder(annotations.folder, store.root),
-        origin=str(annotations.origin),
+        origin=str(annotations.origin.absolute()),
         made=made,
         duplicates=report.duplicates,
     )

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.data import TOML, cache_folder, is_writable, usual_store
+from ssdctl.data import STORE_NAME, TOML, cache_folder, is_writable, usual_store
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted_folder
@@ -75,20 +75,19 @@ def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
     """Raise UsageError for a folder of new labels in a dataset: the next `prepare` would read them.
 
     Args:
-        root: The dataset; None: every prepared one counts.
+        root: The dataset; None: every one counts that has a store in it, or labels in usual places.
     """
-    from ssdctl.data import index
-    from ssdctl.data.annotations import SPLITS
+    from ssdctl.data.dataset import has_usual_labels
     from ssdctl.data.image_files import dataset_folder
 
     def is_read(folder: Path) -> bool:
         if root is not None:
             own = str(folder) == real_path(dataset_folder(root))
             return own and _would_read(root, folder, real)
-        found = (index.read_metadata(usual_store(folder), split) for split in SPLITS)
-        origins = (Path(real_path(metadata.origin)) for metadata in found if metadata)
-        is_prepared = any(origin.is_relative_to(folder) for origin in origins)
-        return is_prepared and _would_read(folder, folder, real)
+        files = (store.with_suffix("") for store in folder.glob(f"*.{STORE_NAME}"))
+        found = [path for path in (folder, *files) if _has_store(path, folder)]
+        found += [folder] if folder != real and has_usual_labels(folder) else []
+        return any(_would_read(path, folder, real) for path in found)
 
     real = Path(real_path(out))
     for folder in filter(is_read, (real, *real.parents)):
@@ -96,6 +95,16 @@ def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
             f"--out {out}: is in the dataset {folder}, which would be read with these labels",
             hint="choose a folder outside of the dataset",
         )
+
+
+def _has_store(root: Path, folder: Path) -> bool:
+    """Return whether a dataset has its usual store, of labels in a folder."""
+    from ssdctl.data import index
+    from ssdctl.data.annotations import SPLITS
+
+    found = (index.read_metadata(usual_store(root), split) for split in SPLITS)
+    origins = (Path(real_path(metadata.origin)) for metadata in found if metadata)
+    return any(origin.is_relative_to(folder) for origin in origins)
 
 
 def _would_read(root: Path, folder: Path, out: Path) -> bool:

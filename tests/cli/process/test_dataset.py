@@ -76,7 +76,9 @@ def test_the_next_command_reads_the_export(dataset: Path, cli: Cli) -> None:
         assert ("ssdctl prepare" in result.err) == (cli("prepare", "--data", target).code == 0)
 
 
-def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
+def test_labels_are_not_written_into_a_dataset(
+    dataset: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
         result = cli(*command.split(), "--out", dataset / "images/new")
         assert (result.code, "in the dataset" in result.err) == (2, True), result.err
@@ -85,6 +87,13 @@ def test_labels_are_not_written_into_a_dataset(dataset: Path, cli: Cli) -> None:
     for out, code in (("train", 2), ("new", 0)):
         result = cli("dataset", "export", labels, "--to", "yolo", "--out", out)
         assert result.code == code, result.err
+    cli("prepare", "--data", "labels.json", "--no-pack").expect(0)
+    cli("prepare", "--data", "new", "--no-pack", "--store", "store").expect(0)
+    folder = Path.cwd()
+    monkeypatch.chdir("/")
+    for out, is_read in (("images/pred", True), ("new/pred", True), ("pred", False)):
+        result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", folder / out)
+        assert ("in the dataset" in result.err) == is_read, result.err
 
 
 def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
