@@ -27,7 +27,7 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 
 from ssdctl.config.sections import SaveFormat
-from ssdctl.data.annotations import ClassName
+from ssdctl.data.annotations import ClassName, nfc
 from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
@@ -139,7 +139,7 @@ class YoloWriter(Writer):
         self._stems: dict[str, int] = {}
 
     def add(self, source: ImageSource, result: Result) -> None:
-        stem = free_name(source.path.stem, self._stems)
+        stem = free_name(nfc(source.path.stem), self._stems)
         found = _with_area(result)
         low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
         rows = np.concatenate([(low + high) / 2, high - low], axis=1).tolist()

@@ -41,10 +41,10 @@ def result_of(image: object, count: int) -> Result:
 
 @pytest.fixture
 def results() -> Results:
-    """Return results of two images of the same name and of one from a server."""
+    """Return results of two images of the same name, in both forms, and of one from a server."""
     predictions: Results = []
-    for folder in ("photos/a", "photos/a/../b c\udcff"):
-        path = Path(folder) / "1.png"
+    for name in ("photos/a/\u00fc.png", "photos/a/../b c\udcff/u\u0308.png"):
+        path = Path(name)
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
         predictions.append((ImageSource(path), result_of(path, 3)))
@@ -85,14 +85,14 @@ def test_yolo(results: Results) -> None:
     described = yaml.safe_load((folder / "data.yaml").read_text())
     assert described["names"] == {0: "car", 1: BUS}
     images = sorted((folder / "images").iterdir())
-    assert [i.name for i in images] == ["1-2.png", "1.png", "2.jpg"]
+    assert [i.name for i in images] == ["2.jpg", "\u00fc-2.png", "\u00fc.png"]
     for image in images:
         with Image.open(image) as opened:
             assert opened.size == SIZE
     labels = {p.stem: p.read_text().splitlines() for p in (folder / "labels").iterdir()}
     assert set(labels) == {i.stem for i in images}
     assert labels["2"] == []
-    rows = [[float(v) for v in line.split()] for line in labels["1"]]
+    rows = [[float(v) for v in line.split()] for line in labels["\u00fc"]]
     assert rows == [[0, 0.2, 0.35, 0.2, 0.5], [1, 0.5, 0.5, 1, 1]]
     read = read_dataset(folder, Conversion("yolo"))["train"]
     assert [c.name for c in read.classes] == ["car", BUS]
