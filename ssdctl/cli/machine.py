@@ -184,12 +184,13 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
     from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.prepare import prepare
-    from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.store_folder import dataset_folders, default_root
 
-    if call.config.data.root is not None:
+    if call.config.data.root is not None or default_root().exists():
         root, folder = dataset_folders(call.config.data)
         yield open_dataset(root, folder, progress=call.console.progress)
         return
+    call.config.require_not_given(["data.store"], "is for a dataset", "add --data DIR")
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:
         call.console.info("no --data: measuring on generated shapes")
         root = Path(temporary)

@@ -175,7 +175,11 @@ def test_export_to_nvidias_format(cli: Cli) -> None:
 @pytest.mark.parametrize("name", ["data", "train"])
 def test_a_benchmark_without_training_images(cli: Cli, dataset: Path, name: str) -> None:
     (dataset / "annotations/instances_train2017.json").unlink()
+    cli("benchmark", name, "--store", "x").expect(2, "--store")  # of no dataset
     cli("benchmark", name, "--data", dataset, "--seconds", 0.1).expect(3, "train")
+    Path("data").mkdir()
+    dataset.rename("data/coco")
+    cli("benchmark", name, "--seconds", 0.1).expect(3, "train")
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
