@@ -192,7 +192,7 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         return
     call.config.require_not_given(["data.store"], "is for a dataset", "add --data DIR")
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:
-        call.console.info("no --data: measuring on generated shapes")
+        call.console.info("no dataset: measuring on generated shapes")
         root = Path(temporary)
         shapes.generate(root, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
         prepare(root, root / "prepared", PrepareConfig(pack=False))
