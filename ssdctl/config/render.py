@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from ssdctl.config.settings import Config, Kind, Setting, Source, all_settings
+from ssdctl.config.settings import Config, Kind, Setting, Source, all_settings, plain_type
 from ssdctl.runtime.safe_text import redact_urls
 
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
@@ -107,9 +108,28 @@ def json_schema() -> dict[str, Any]:
         definition.pop("title", None)
     for setting in all_settings().values():
         section = definitions["Config"]["properties"][setting.section]["$ref"]
-        field = definitions[section.rpartition("/")[2]]["properties"][setting.name]
+        definition = definitions[section.rpartition("/")[2]]
+        field = definition["properties"][setting.name]
         if setting.is_table:
             field["type"] = ["array", "object"]
         if setting.kind is not None:
             field["enum"] = list(setting.choices)
+        if (other := _other_form(setting)) is not None:
+            own = {key: field.pop(key) for key in [*field] if key not in ("description", "default")}
+            field["anyOf"] = [*own.pop("anyOf", [own]), other]
+        names = "|".join([setting.name, *setting.key_aliases]).replace("_", "[-_]")
+        definition.setdefault("patternProperties", {})[f"^(?!{setting.name}$)({names})$"] = field
     return schema
+
+
+def _other_form(setting: Setting) -> dict[str, Any] | None:
+    """Return the schema of values that are converted: `"0.1"` to a number, `"a,b"` to a list."""
+    if setting.is_list:
+        return {"type": "string"}
+    target = plain_type(setting.type)
+    kinds = {plain_type(kind) for kind in (target, *typing.get_args(target))}
+    if bool in kinds:
+        return {"enum": ["true", "false"]}
+    if kinds & {int, float}:
+        return {"type": "string", "pattern": r"^[-+]?\.?\d"}
+    return {"type": "number"} if target is str and setting.kind is None else None

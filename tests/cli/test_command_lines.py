@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jsonschema
 import msgspec
 import pytest
 from conftest import TINY_RUN, Result, budgets, check_all, run_cli
@@ -30,8 +31,9 @@ from ssdctl.cli.help import app
 from ssdctl.cli.main import click_root
 from ssdctl.cli.option_aliases import find_row
 from ssdctl.config.fields import AUGMENTATION_LISTS
-from ssdctl.config.render import toml_value
+from ssdctl.config.render import json_schema, toml_value
 from ssdctl.config.settings import TABLES, Setting, all_settings, other_programs, plain_type, select
+from ssdctl.files import parse_toml
 
 INVALID = object()
 LAYERS = ("file", "variable", "--set", "option")  # a later one overrides those before it
@@ -142,6 +144,7 @@ class Typed(NamedTuple):
     name: str  # the option or variable, as typed; of a file and `--set` the key
     words: tuple[str, ...]  # of the command line
     given: Value
+    is_text: bool = False  # of a file: a value in quotes
 
 
 @st.composite
@@ -149,12 +152,14 @@ def typed(draw: Any, setting: Setting, layer: str) -> Typed:
     value = draw(values(setting))
     if layer == "option":
         return draw(as_option(setting, value))
-    key = f"{setting.section}.{draw(st.sampled_from([setting.name, *setting.key_aliases]))}"
+    name = draw(st.sampled_from([setting.name, *setting.key_aliases]))
+    name = name.replace("_", draw(st.sampled_from("-_"))) if layer == "file" else name
+    key = f"{setting.section}.{name}"
     if layer == "variable":
         variable = f"SSDCTL_{key.replace('.', '__').upper()}"
         return Typed(setting.path, layer, variable, (), value)
     words = (f"--set={key}={value.text}",) if layer == "--set" else ()
-    return Typed(setting.path, layer, key, words, value)
+    return Typed(setting.path, layer, key, words, value, is_text=draw(st.booleans()))
 
 
 @st.composite
@@ -215,7 +220,7 @@ def typed_in(line: list[Typed]) -> Iterator[list[str]]:
 
 def in_toml(given_in_file: Typed) -> str:
     value, text = given_in_file.given.value, given_in_file.given.text
-    return toml_value(text if value is INVALID else value)
+    return toml_value(text if value is INVALID or given_in_file.is_text else value)
 
 
 def source_of(line: list[Typed], wanted: Typed) -> str:
@@ -255,6 +260,7 @@ def check_layers(line: list[Typed]) -> None:
         check_refusal(result, line, line, has_key=False)
         return
     assert result.code == 0, result.err
+    jsonschema.Draft202012Validator(json_schema()).validate(parse_toml(Path(FILE).read_text()))
     shown = json.loads(result.out)
     for path in {t.path for t in line}:
         top = max((t for t in line if t.path == path), key=lambda t: LAYERS.index(t.layer))
