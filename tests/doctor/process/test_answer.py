@@ -98,11 +98,11 @@ def test_no_secrets(machine: Machine, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_commands_of_the_output_can_be_typed(
-    cli: Cli, machine: Machine, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, machine: Machine, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("HOME", str(tmp_path / "home")), ("LOGNAME", "alice"), ("USER", "alice")):
         monkeypatch.setenv(name, value)
-    folder = shutil.copytree(shapes, tmp_path / "home/my photos/alice")
+    folder = shutil.copytree(dataset, tmp_path / "home/my photos/alice")
     remedy = machine.doctor("--data", folder)["store"]["remedy"]
     verdict = cli("doctor", "--data", folder).expect(0).out.splitlines()[0]
     for command in (remedy, verdict.partition("Try: ")[2]):
