@@ -142,7 +142,8 @@ class _Hook:
                 self._fail(self._fault, count, bool(needs_space), str(given[0]))
 
         sys.addaudithook(hook)
-        os.replace = _followed(os.replace)  # type: ignore[assignment]
+        rename = os.replace  # what is in buffers at its end is lost, too
+        os.replace = lambda *given: rename(*given) or sys.audit(RENAMED, *given)
 
     def _is_counted(self) -> bool:
         if not self._counts_changes:
@@ -164,16 +165,6 @@ class _Hook:
         elif count >= fault.at and needs_space:
             number = getattr(errno, fault.name)
             raise OSError(number, os.strerror(number), path)
-
-
-def _followed(rename: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that reports a rename's end, too: what is in buffers is lost then."""
-
-    def call(*given: Any) -> None:
-        rename(*given)
-        sys.audit(RENAMED, *given)
-
-    return call
 
 
 def score_in_this_process() -> None:

@@ -90,7 +90,7 @@ def exports(draw: st.DrawFn, backbones: tuple[str, ...], formats: tuple[str, ...
         draw(st.none() | st.integers(1, 4)),
         draw(st.booleans()),
         draw(st.sampled_from([0.05, 0.01, 0.3, 0.9, 0.0])),
-        draw(st.none() | st.sampled_from([0.3, 0.5, 0.7])),
+        draw(st.none() | st.sampled_from([0.25, 0.45, 0.7])),
     )
 
 
@@ -235,7 +235,8 @@ def check(export: Export, images: np.ndarray) -> None:
     if export.fp16 and export.format != "pt2":  # which has an example of the input
         weights = sum(parameter.numel() for parameter in model.parameters())
         file = path.with_suffix(".bin") if export.format == "openvino" else path
-        assert file.stat().st_size < 3 * weights + 300_000
+        boxes = 16 * 8732 * (export.batch or 1)  # default boxes, of each image of a fixed batch
+        assert file.stat().st_size < 3 * weights + boxes + 150_000
 
     require_own_file(path, "--out", EARLIER[export.format])  # it may be replaced
     assert fixed_batch(path) == export.batch
