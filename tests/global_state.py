@@ -208,7 +208,8 @@ def digest(value: Any) -> Any:
         last = torch.load(value.path / "checkpoints/last.pt", weights_only=True)
         return digest([last["model"], [r.get("loss", r.get("AP")) for r in value.metrics]])
     if isinstance(value, ssdctl.Evaluation):
-        return digest([value.metrics, value.about.detections, [c.AP for c in value.per_class]])
+        found = msgspec.to_builtins([value.calibration, value.samples])  # the AP may be 0
+        return digest([value.metrics, value.about.detections, found])
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     if isinstance(value, dict):

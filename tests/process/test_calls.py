@@ -13,6 +13,7 @@ import itertools
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +121,7 @@ OUT OUT/checkpoints OUT/metrics.jsonl OUT/config.toml OUT/logs OUT/.lock OUT.jso
 """
 OF_EVALUATE = """
 batch_size=3; batch_size=0; device="cuda"; device="?"; precision="bf16"; workers=2; split="train"; split="test"; limit=1
-score_threshold=0.3; nms_iou=0.9; config="gone.toml"; detections="shapes"; report="photo.jpg"; config=configured(tile=160)
+score_threshold=0.9; nms_iou=0.9; config="gone.toml"; detections="shapes"; report="photo.jpg"; config=configured(tile=160)
 """
 OF_TRAIN = """
 batch_size=3; batch_size=0; batch_size="auto"; device="cuda"; device="?"; precision="bf16"; workers=2; config="gone.toml"
@@ -223,7 +224,7 @@ def lives(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -
         shutil.copytree(world.folder, root / "program" / str(n), symlinks=True)
         for n in range(copies)
     ] or [world.folder]
-    pairs = []
+    pairs, end = [], time.monotonic() + DEADLINE_S
     for rank in range(max(size, 1)):
         folder = folders[rank % len(folders)]
         receiver, sender = CONTEXT.Pipe(duplex=False)
@@ -233,7 +234,9 @@ def lives(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -
         sender.close()
         pairs.append((process, receiver))
     try:
-        answers = [r.recv_bytes() if r.poll(DEADLINE_S) else b"" for _, r in pairs]
+        answers = [
+            r.recv_bytes() if r.poll(max(end - time.monotonic(), 0)) else b"" for _, r in pairs
+        ]
         if not all(answers):
             world.hanging.add(text)
         assert all(answers), f"hangs: {text}"
