@@ -155,8 +155,7 @@ class CheckpointFolder:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        links = [path for path in (self._run.last, self._run.best) if path.is_file()]
-        for path in self.steps()[::-1] or links:
+        for path in reversed(self._run.resumable()):
             try:
                 return load_resumable(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:

@@ -211,7 +211,6 @@ def _predict(
                 _warn_of_failure(call, result)
                 failures.append((printable_line(found.item.label), result))
                 continue
-            records += _record(call, found, result)
             if target is not None:
                 if isinstance(result.image, io.BytesIO):
                     result.image.seek(0)
@@ -220,6 +219,7 @@ def _predict(
             if writer is not None:
                 writer.add(found.item, result)
             images, objects = images + 1, objects + len(result)
+            records += _record(call, found, result)
     except KeyboardInterrupt as error:
         if not images:
             raise
@@ -358,10 +358,10 @@ def _predict_video(
             written = f", written to {target}"
         try:
             for frame, found in _frames(call, detector, name, video):
-                _print_frame(call, name, frame, found, lines)
                 if writer is not None:
                     writer.add(frame, found)
                 count += 1
+                _print_frame(call, name, frame, found, lines)
         except (DataError, KeyboardInterrupt) as error:
             failure = error
         if failure is not None and not count:

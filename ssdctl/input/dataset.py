@@ -31,7 +31,10 @@ COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 
 # Functions of labels that keep their order; with another tensor, `getitem` looks them up.
-SAME_ORDER = {"getitem", "clone", "detach", "to", "long", "int", "add", "sub", "rsub"}
+SAME_ORDER = {
+    *("getitem", "clone", "detach", "to", "long", "int", "add", "sub", "rsub", "mul", "clamp"),
+    *("where", "masked_fill", "ones_like", "zeros_like", "full_like"),
+}
 
 
 class _Labels(Tensor):
@@ -229,7 +232,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         is_lost = not isinstance(labels, _Labels) and torch.as_tensor(labels).tolist() != old
         if len(after) != len(boxes) or (after is before and before.any() and is_lost):
             raise UsageError(
-                "transforms: changed the boxes of an image with crowds, but not `iscrowd`",
+                "transforms: changed the labels of an image with crowds, but not `iscrowd`",
                 hint="index `iscrowd`, or `labels`, as `boxes`; or copy `iscrowd`",
             )
         target["iscrowd"] = after

@@ -95,6 +95,11 @@ class RunDir:
         files = [p for p in self.checkpoints.glob("step-*.pt") if STEP_NAME.fullmatch(p.name)]
         return sorted(files, key=step_of)
 
+    def resumable(self) -> list[Path]:
+        """Return the checkpoints of steps, the oldest first; without one best.pt and last.pt."""
+        links = [path for path in (self.best, self.last) if path.is_file()]
+        return self.step_checkpoints() or links
+
     def all_checkpoints(self) -> list[Path]:
         """Return the checkpoints to evaluate: the best, unless it is a recent one, and those.
 
@@ -117,16 +122,15 @@ class RunDir:
 
     def require_own_files(self) -> None:
         """Refuse a folder that is no run, in which files of others would be replaced."""
-        if self.step_checkpoints():
+        if self.resumable():
             return
         require_own_file(self.metrics, "--out", r'\{"kind": "event", "step": ')
         if self.metrics.is_file() and self.metrics.stat().st_size:
             return
         require_own_file(self.config, "--out", r"\[data\]\n(# )?root =.*\n(# )?store =.*  # ")
         require_own_file(self.environment, "--out", r'\{\s*"python": ".*",\s*"platform": ')
-        for path in (self.evaluation, self.last, self.best):
-            if os.path.lexists(path):
-                refuse_other_file(path, "--out")
+        if self.evaluation.exists():
+            refuse_other_file(self.evaluation, "--out")
 
 
 def evaluation_of(checkpoint: Path) -> Path:

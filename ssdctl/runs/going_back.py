@@ -55,7 +55,7 @@ def read_resumed_from(run: RunDir) -> ResumedFrom:
 
 def has_continued_from(run: RunDir, file: Path) -> bool:
     """Return whether the run has checkpoints, and its newest ones came from `--resume FILE`."""
-    return read_resumed_from(run).file == _name(run, file) and bool(run.step_checkpoints())
+    return read_resumed_from(run).file == _name(run, file) and bool(run.resumable())
 
 
 def go_back(run: RunDir, step: int, file: Path | None, *, is_best_later: bool) -> list[Path]:

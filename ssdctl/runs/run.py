@@ -318,7 +318,7 @@ def continued_config(config: Config) -> Config | None:
     run, resume = run_dir(config), config.train.resume
     if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
         run = run_of(Path(resume))
-    if resume != "never" and run.step_checkpoints():
+    if resume != "never" and run.resumable():
         with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
             return Run(run.path).config
     return None

@@ -62,6 +62,8 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
     config, out = plan.config.train, plan.out
     resume = config.resume
     RunDir(out).require_own_files()
+    if not RunDir(out).step_checkpoints():  # best.pt and last.pt of others are refused
+        CheckpointFolder(out, config.keep).newest_intact()
     if resume == "never":
         if RunDir(out).is_started():
             raise UsageError(
@@ -156,7 +158,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         return
     is_other_network = not NETWORK.isdisjoint(changed)
     # The steps of a run folder are counted in one global batch.
-    is_elsewhere = is_other_batch and bool(RunDir(plan.out).step_checkpoints())
+    is_elsewhere = is_other_batch and bool(RunDir(plan.out).resumable())
     if plan.config.train.resume_changed and not (is_other_network or is_elsewhere):
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return

@@ -185,7 +185,7 @@ def planned_network(config: Config) -> Network | None:
     """Return the network of `--init`, or of the run to resume; None for a model of the Hub."""
     if config.train.init is None:
         return None
-    if not run_dir(config).step_checkpoints():
+    if not run_dir(config).resumable():
         source = resolve_source(str(config.train.init))
         if isinstance(source, DetectorSource):
             return Network(source.backbone, source.extra_norm)

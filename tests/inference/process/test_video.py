@@ -121,10 +121,10 @@ def test_ctrl_c_keeps_the_results_so_far(
     cli("predict", checkpoint, "a.mp4", "--out", "o", *COMMON).expect(130)
     assert len(Path("o/detections.jsonl").read_text().splitlines()) == 3
     with open_video("o/a.mp4") as video:
-        assert len(list(video.frames())) == 2
+        assert len(list(video.frames())) == 3
     options = ("--save", "coco", "--out", "c", *COMMON)
     cli("predict", checkpoint, *image_files[:6], *options).expect(130)
-    assert len(json.loads(Path("c/coco.json").read_text())["images"]) == 2
+    assert len(json.loads(Path("c/coco.json").read_text())["images"]) == 3
 
 
 def test_a_damaged_end_keeps_the_rest(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:

@@ -34,17 +34,20 @@ def test_a_second_run_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "code"),
     [
-        *("config.toml", "environment.json", "metrics.jsonl", "evaluation.json"),
-        *("checkpoints/best.pt", "checkpoints/last.pt"),
+        *((name, 2) for name in ("config.toml", "environment.json", "metrics.jsonl")),
+        *(("evaluation.json", 2), ("checkpoints/best.pt", 5), ("checkpoints/last.pt", 5)),
     ],
 )
-def test_files_of_others_are_kept(cli: Cli, shapes: Path, tmp_path: Path, name: str) -> None:
+def test_files_of_others_are_kept(
+    cli: Cli, shapes: Path, tmp_path: Path, checkpoint: Path, name: str, code: int
+) -> None:
     run, mine = tmp_path / "run", tmp_path / "run" / name
     (run / "checkpoints").mkdir(parents=True)
     mine.write_text("[tool]")
-    cli(*train_command(shapes, run, "--steps", 1)).expect(2, name)
+    for options in ((), ("--resume", checkpoint)):
+        cli(*train_command(shapes, run, "--steps", 4, *options)).expect(code, name)
     assert [p.read_text() for p in run.rglob("*") if p.is_file()] == ["[tool]"]
 
 
@@ -56,6 +59,8 @@ def test_a_run_without_numbered_checkpoints_continues(
         for path in (run / "checkpoints").glob("*.pt"):
             if path.name != f"{kept}.pt":
                 path.unlink()
+        larger = ("--accumulate", 2, "--resume-changed")
+        cli(*train_command(shapes, run, "--steps", 4, *larger)).expect(2, "global batch")
         cli(*train_command(shapes, run, "--steps", 4)).expect(0)
         assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4]
 
