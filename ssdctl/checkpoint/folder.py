@@ -139,12 +139,19 @@ class CheckpointFolder:
         return any(path.samefile(best) and step_of(path) > step for path in self.steps())
 
     def repair(self) -> None:
-        """Finish what a killed process began. Call it with the run's lock, before reading."""
+        """Finish what a killed process began. Call it with the run's lock, before reading.
+
+        best.pt and last.pt, which others may replace, are numbered if no checkpoint is.
+        """
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
             for upload in self.path.glob(f"{UPLOAD_PREFIX}*"):
                 shutil.rmtree(upload, ignore_errors=True)
         finish_going_back(self._run)
+        for path in self._run.resumable() if not self.steps() else ():
+            with contextlib.suppress(IntegrityError):
+                target = self._run.step_checkpoint(load_resumable(path).step)
+                retry_transient(partial(link_or_copy, path, target))
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest intact checkpoint, and a warning for each damaged one after it.

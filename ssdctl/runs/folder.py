@@ -127,7 +127,9 @@ class RunDir:
         require_own_file(self.metrics, "--out", r'\{"kind": "event", "step": ')
         if self.metrics.is_file() and self.metrics.stat().st_size:
             return
-        require_own_file(self.config, "--out", r"\[data\]\n(# )?root =.*\n(# )?store =.*  # ")
+        require_own_file(
+            self.config, "--out", r"\[data\]\n(# )?root =.*\n(# )?store =.*  # .*\n(# )?tile ="
+        )
         require_own_file(self.environment, "--out", r'\{\s*"python": ".*",\s*"platform": ')
         if self.evaluation.exists():
             refuse_other_file(self.evaluation, "--out")

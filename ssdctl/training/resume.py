@@ -61,9 +61,6 @@ def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -
 def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
     config, out = plan.config.train, plan.out
     resume = config.resume
-    RunDir(out).require_own_files()
-    if not RunDir(out).step_checkpoints():  # best.pt and last.pt of others are refused
-        CheckpointFolder(out, config.keep).newest_intact()
     if resume == "never":
         if RunDir(out).is_started():
             raise UsageError(
@@ -71,6 +68,7 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
                 hint="choose another --out, or leave --resume out to continue it",
             )
         return None
+    RunDir(out).require_own_files()
     if resume == "auto":
         checkpoint, warnings = CheckpointFolder(out, config.keep).newest_intact()
         for warning in warnings:
@@ -78,6 +76,7 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
         if checkpoint is None:
             return None
     else:
+        _refuse_foreign_checkpoints(out)
         checkpoint = _own_branch(Path(resume), out) or _or_later_own(
             load_resumable(Path(resume)), out
         )
@@ -92,6 +91,16 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
     if CheckpointFolder(out, config.keep).is_own(checkpoint.path):
         return checkpoint
     return dataclasses.replace(checkpoint, best_ap=None)  # another run's best
+
+
+def _refuse_foreign_checkpoints(out: Path) -> None:
+    """Refuse best.pt and last.pt that would be replaced, unless they are a run's."""
+    if RunDir(out).step_checkpoints():
+        return
+    try:
+        CheckpointFolder(out, keep=1).newest_intact()
+    except IntegrityError as error:
+        raise IntegrityError(str(error), hint="choose another --out, or move them away") from None
 
 
 def _own_branch(named: Path, out: Path) -> Checkpoint | None:

@@ -63,6 +63,10 @@ def test_a_run_without_numbered_checkpoints_continues(
         cli(*train_command(shapes, run, "--steps", 4, *larger)).expect(2, "global batch")
         cli(*train_command(shapes, run, "--steps", 4)).expect(0)
         assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4]
+    (run / "checkpoints/step-00000003.pt").replace(run / "checkpoints/best.pt")
+    (run / "checkpoints/step-00000004.pt").unlink()
+    back = ("--resume", run / "checkpoints/best.pt")
+    cli(*train_command(shapes, run, "--steps", 4, *back)).expect(0, "step-00000004.pt: set aside")
 
 
 def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
