@@ -102,7 +102,7 @@ def sides_of(paths: Collection[str], last: Division) -> tuple[dict[str, bool], s
             was = {last.sides[path] for path in before + after if path in last.sides}
             if len(was) == 1 and 0 < len(after) <= len(before):
                 sides |= dict.fromkeys(after, was.pop())
-                lost.difference_update(before)
+                lost.difference_update(sorted(before)[: len(after)])
     return sides, lost
 
 

@@ -10,7 +10,7 @@ from unicodedata import normalize
 import pytest
 from conftest import Cli
 from data.formats import exports
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
@@ -133,13 +133,23 @@ def test_any_division(names: list[str], share: float) -> None:
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
 
 
+VIDEOS = ["u{}/clip.jpg", "v{}/clip.jpg"]
+# One new image comes for two, and then these under other names.
+OTHER = {5: "x-{}.jpg"}
+CLIPS = [
+    {1: VIDEOS[0], 2: VIDEOS[0], **OTHER},
+    {3: VIDEOS[1], **OTHER},
+    {3: VIDEOS[1], 1: VIDEOS[1], 2: VIDEOS[1], **OTHER},
+]
+
+
 @settings(max_examples=250)
 @given(
     st.lists(
         st.tuples(
             st.dictionaries(
                 st.integers(0, 5),
-                st.sampled_from(["a/{}é.jpg", "b/{}é.jpg", "x-{}.jpg", "a/y-{}.jpg"]),
+                st.sampled_from(["a/{}é.jpg", "b/{}é.jpg", "x-{}.jpg", "a/y-{}.jpg", *VIDEOS]),
                 min_size=2,
             ),
             st.builds(range, st.integers(10, 15), st.integers(15, 25)),
@@ -149,6 +159,7 @@ def test_any_division(names: list[str], share: float) -> None:
         max_size=6,
     )
 )
+@example([(images, range(15, 25), "NFC", True) for images in CLIPS])
 def test_the_key_changes_if_an_image_that_trained_may_validate(
     steps: list[tuple[dict[int, str], range, Literal["NFC", "NFD"], bool]],
 ) -> None:
