@@ -108,23 +108,32 @@ def _has_store(root: Path, folder: Path) -> bool:
 
 
 def _would_read(root: Path, folder: Path, out: Path) -> bool:
-    """Return whether `prepare` would read labels in `out`: of COCO, only those in usual folders."""
+    """Return whether `prepare` would read labels in `out`.
+
+    Of COCO, and of YOLO if data.yaml names folders of splits, only usual and named folders count.
+    """
     from ssdctl.data.annotations import split_of
     from ssdctl.data.find_images import STANDARD
-    from ssdctl.data.formats import coco
+    from ssdctl.data.formats import coco, yolo
     from ssdctl.data.image_files import ANNOTATION_FOLDERS
 
     try:
         # Labels of another format make a folder ambiguous, if it is not laid out as COCO's.
         splits = coco.splits_of(root) if root.is_file() else coco.own_splits(root)
+        folders = None if splits else yolo.named_folders(root)
     except DataError:
-        return True
+        return _has_store(root, folder)  # otherwise it is no dataset
     below = out.relative_to(folder).parts
-    if not splits or not below or below[0] in (*STANDARD, *ANNOTATION_FOLDERS):
+    if (
+        (folders is None and not splits)
+        or not below
+        or below[0] in (*STANDARD, *ANNOTATION_FOLDERS)
+    ):
         return True
     paths = {p for files in splits.values() for p in (*files.images, files.annotations.parent)}
-    named = {real_path(path) for path in paths} - {str(folder)}
-    return split_of(below[0]) is not None or any(out.is_relative_to(path) for path in named)
+    named = {real_path(path) for path in (*paths, *(folders or ()))} - {str(folder)}
+    is_named = any(out.is_relative_to(path) for path in named)
+    return is_named or split_of(below[0] if splits else "/".join(below)) is not None
 
 
 def real_path(path: str | Path) -> str:

@@ -328,12 +328,9 @@ def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | No
     Leading folders may be absent, and the folder of the split may have another usual name, as `val`
     for `valid`. A folder of a split is never left out. A link may be to a folder that is read.
     """
-    split, wanted = split_of("/".join(parts)), [*before, *parts]
-    written = [wanted[start:] for start in range(len(wanted) + (not parts))]
-    for end in itertools.chain(written, *(_renamed(end, split) for end in written)):
+    written = _ends(before, parts)
+    for end in _with_renamed(written, split_of("/".join(parts))):
         path = "/".join(end)
-        if split is not None and split_of(path) != split:
-            continue
         if path.endswith(".txt") and (finder.root / path).is_file():
             return path
         if any(own[: len(end)] == end for own in finder.files.values()):
@@ -344,12 +341,37 @@ def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | No
     return "/".join(same[0]) if same else None
 
 
+def _ends(before: list[str], parts: list[str]) -> list[list[str]]:
+    """Return a path of data.yaml without its first 0, 1, ... folders."""
+    wanted = [*before, *parts]
+    return [wanted[start:] for start in range(len(wanted) + (not parts))]
+
+
+def _with_renamed(written: list[list[str]], split: str | None) -> Iterator[list[str]]:
+    """Yield paths of a split, and then with other usual names for the folder of the split."""
+    for end in itertools.chain(written, *(_renamed(end, split) for end in written)):
+        if split is None or split_of("/".join(end)) == split:
+            yield end
+
+
 def _renamed(parts: list[str], split: str | None) -> Iterator[list[str]]:
     """Yield a path with other usual names for the folder of its split."""
     for n, part in enumerate(parts):
         if split is not None and SPLIT_WORDS.get(part.lower()) == split:
             for word in (word for word, other in SPLIT_WORDS.items() if other == split):
                 yield [*parts[:n], word, *parts[n + 1 :]]
+
+
+def named_folders(path: Path) -> list[Path] | None:
+    """Return the folders of splits that data.yaml names; None if others may be read as well."""
+    root = dataset_folder(path)
+    _, content = _read_yaml(root, path if path.is_file() else None) or (path, {})
+    base, entries = content.get("path"), [*_entries(content)]
+    before = parts_of(base) if isinstance(base, str) else []
+    ends = [e for _, text in entries for e in _ends(before, parts_of(nfc(text)))]
+    found = [end for end in ends if root.joinpath(*end).exists()]
+    is_complete = "train" in dict(entries) and all(split_of("/".join(end)) for end in found)
+    return [root.joinpath(*end) for end in found] if is_complete else None
 
 
 def _listed_images(

@@ -91,9 +91,21 @@ def test_labels_are_not_written_into_a_dataset(
     cli("prepare", "--data", "new", "--no-pack", "--store", "store").expect(0)
     folder = Path.cwd()
     monkeypatch.chdir("/")
-    for out, is_read in (("images/pred", True), ("new/pred", True), ("pred", False)):
+    for out, is_read in (("images/pred", True), ("new/train/a", True), ("pred", False)):
         result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", folder / out)
         assert ("in the dataset" in result.err) == is_read, result.err
+
+
+def test_predictions_are_written_where_no_dataset_reads_them(cli: Cli) -> None:
+    text = "names: [x]\ntrain: images/train"
+    labels = {"images/train/a.jpg": None, "labels/train/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(Path("data"), {"data.yaml": text, **labels})
+    exports.tree(Path("project"), {"data.yaml": f"path: ../data\n{text}"})
+    exports.tree(Path("broken"), {"dataset.toml": "["})
+    read, other = ("data/images/train/a", "data/runs/val"), ("data/runs/a", "project/a", "broken/a")
+    for out in (*read, *other):
+        result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", out)
+        assert ("in the dataset" in result.err) == (out in read), result.err
 
 
 def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
