@@ -160,9 +160,8 @@ class Conversion(msgspec.Struct, frozen=True):
         return self != AUTOMATIC
 
     def __str__(self) -> str:
-        has_comma = any("," in name for name in self.classes)
-        classes = json.dumps(self.classes) if has_comma else ",".join(self.classes)
-        options = {"from": self.source, "split": self.split, "classes": classes}
+        options = {"from": self.source, "split": self.split}
+        options["classes"] = _as_option(self.classes)
         options["group"] = self.group
         options["image-dir"] = self.image_dir
         return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
@@ -358,15 +357,23 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
     return merged.with_images(is_first)._replace(findings=findings)
 
 
-def hint_of_classes(name: str, names: Sequence[str]) -> str:
-    """Return what to write instead of a name that no class has."""
+def hint_of_classes(name: str, names: Sequence[str], chosen: Sequence[str]) -> str:
+    """Return what to write instead of a chosen name that no class has."""
     lower = {n.lower(): n for n in names}
     near = [lower[n] for n in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)]
     near = [n for n in names if name in map(str.strip, n.split(","))] or near
-    if near and "," in near[0]:  # as a list: a comma separates names
-        return f"write --classes {shlex.quote(json.dumps(near[:1]))} for {near[0]!r}"
+    if near and _as_option(near[:1]) != near[0]:
+        cut = {part.strip() for part in near[0].split(",")} - {name}
+        right = dict.fromkeys(near[0] if n == name else n for n in chosen if n not in cut)
+        return f"write --classes {shlex.quote(_as_option([*right]))} for {near[0]!r}"
     meant = f"did you mean {near[0]!r}? " if near else ""
     return f"{meant}it has: {listed([*map(repr, names)], MAX_CLASSES_NAMED)}"
+
+
+def _as_option(names: Sequence[str]) -> str:
+    """Return names as the value of --classes: as a list if the names alone are read as others."""
+    is_plain = all("," not in n and n == n.strip() and n[:1] not in ("[", '"') for n in names)
+    return ",".join(names) if is_plain else json.dumps(names, ensure_ascii=False)
 
 
 def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
@@ -375,7 +382,7 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
     for name in chosen:
         if name not in names:
             problem = f"--classes: {annotations.origin} has no class {name!r}"
-            raise UsageError(problem, hint=hint_of_classes(name, names))
+            raise UsageError(problem, hint=hint_of_classes(name, names, chosen))
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)
     annotations = annotations.with_objects(is_chosen[annotations.labels])

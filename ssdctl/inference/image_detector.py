@@ -189,7 +189,7 @@ def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
         if name not in names:
             used = [name for name in names if name != UNUSED]
             problem = f"class {name!r}: the network has no such class"
-            raise UsageError(problem, hint=hint_of_classes(name, used))
+            raise UsageError(problem, hint=hint_of_classes(name, used, chosen))
     chosen = chosen or [name for name in names if name != UNUSED]
     return [label for label, name in enumerate(names, start=1) if name in chosen]
 

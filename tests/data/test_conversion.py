@@ -219,6 +219,18 @@ def test_renamed_images_stay_in_place(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "division by --split is lost" in caplog.text
 
 
+@pytest.mark.parametrize("name", [" lead", "red, round", "[1]"])
+def test_the_hint_for_classes_is_accepted(name: str, cli: Cli) -> None:
+    labels = {"images/a.jpg": None, "labels/a.txt": "0 .5 .5 .2 .2\n1 .5 .5 .2 .2"}
+    exports.tree(Path("data"), {"data.yaml": json.dumps({"names": ["cat", name]}), **labels})
+    prepare = ("prepare", "--data", "data", "--no-pack")
+    result = cli(*prepare, "--classes", f"cat,{name.strip('[]')}")
+    right = shlex.split(result.err.split("hint: write ")[1])[:2]
+    cli(*prepare, *right).expect(0)
+    splits = open_dataset(Path("data"), Path("data/prepared"))
+    assert [c.name for c in splits["train"].classes] == ["cat", name]
+
+
 FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(10)]
 
 
