@@ -176,7 +176,7 @@ def read_and_convert(
     Args:
         module: The format if known.
         store: Of the dataset; images that it ever divided in the same way stay where they are.
-        is_remembered: The conversion is the last one, so its --split does not apply to a dataset
+        is_remembered: --split and --group are the last ones, so they do not apply to a dataset
             that has validation images by now.
     """
     division = _last_division(root, store) if store else UNDIVIDED
@@ -190,7 +190,8 @@ def read_and_convert(
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None and "val" in splits:
         if not is_remembered:
-            raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
+            problem = f"{root}: has validation images already, so it is not divided again"
+            raise UsageError(problem, hint="omit --split and --group")
         first = next(iter(splits))
         note = f"validation images were added: --split {conversion.split} is not used any more"
         splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations, paths_below
+from ssdctl.data.annotations import Annotations, nfc, paths_below
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import counted
 
@@ -168,7 +168,7 @@ def _shuffled(names: Iterable[str]) -> list[str]:
 def _groups(names: Sequence[str], group: str) -> list[str]:
     """Return the group of each name; a name that does not match is its own."""
     try:
-        matches = [re.search(group, name) for name in names]
+        matches = [re.search(nfc(group), name) for name in names]
     except re.error as error:
         raise UsageError(f"--group {group}: not a regular expression: {error}") from None
     if not any(matches):

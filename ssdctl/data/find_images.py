@@ -124,7 +124,7 @@ class ImageFinder:
         files: Iterable[str] | None = None,
     ) -> None:
         self.root, self.standard = root, [name.lower() for name in standard]
-        self.image_dir = parts_of(image_dir or "")
+        self.image_dir = parts_of(nfc(image_dir or ""))
         found = files_below(root) if files is None else files
         paths = ((file, nfc(file).split("/")) for file in found)
         self.files = {

@@ -87,7 +87,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
             options,
             conversion,
             force=force,
-            is_remembered=given.split is None,
+            is_remembered=given.split is None and given.group is None,
             progress=progress,
         )
 

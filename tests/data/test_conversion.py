@@ -101,6 +101,8 @@ def test_a_group_replaces_the_remembered_one_of_a_split(undivided: Path, cli: Cl
     path.write_text(json.dumps(document))
     cli(*prepare).expect(3, "remembered")
     cli(*prepare, "--group", r"\d\d\.").expect(0)
+    shutil.copy(path, path.with_name("instances_val2017.json"))
+    cli(*prepare, "--group", r"\d\.").expect(2, "validation images")
 
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
@@ -237,6 +239,19 @@ FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(
 def annotations_of(names: list[str]) -> Annotations:
     images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
     return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
+
+
+def test_a_group_may_be_in_another_form_than_the_names() -> None:
+    whole = annotations_of(["é1.jpg", "é2.jpg", "f3.jpg"])
+    parts = [part.file_names for part in divided(whole, 0.7, normalize("NFD", "é"))]
+    assert ["é1.jpg", "é2.jpg"] in parts
+
+
+def test_the_folder_of_images_may_be_in_any_form(tmp_path: Path) -> None:
+    folder = normalize("NFD", "é")
+    labels = {f"{folder}/a.jpg": None, f"{folder}/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(tmp_path, {"classes.txt": "x", **labels})
+    assert len(names_of(tmp_path, Conversion(image_dir=folder))["train"]) == 1
 
 
 @pytest.mark.parametrize("group", ["(", "nothing"])
