@@ -12,6 +12,8 @@ import msgspec
 from ssdctl.config.settings import Config, Kind, Setting, Source, all_settings, plain_type
 from ssdctl.runtime.safe_text import redact_urls
 
+SWITCHES = ["true", "True", "TRUE", "1", "false", "False", "FALSE", "0"]
+NUMBER = r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$"
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
 SNAPSHOT_SECTIONS = ("data", "model", "train", "evaluate")
 
@@ -114,22 +116,28 @@ def json_schema() -> dict[str, Any]:
             field["type"] = ["array", "object"]
         if setting.kind is not None:
             field["enum"] = list(setting.choices)
-        if (other := _other_form(setting)) is not None:
+        if others := _other_forms(setting):
             own = {key: field.pop(key) for key in [*field] if key not in ("description", "default")}
-            field["anyOf"] = [*own.pop("anyOf", [own]), other]
+            field["anyOf"] = [own, *others]
         names = "|".join([setting.name, *setting.key_aliases]).replace("_", "[-_]")
         definition.setdefault("patternProperties", {})[f"^(?!{setting.name}$)({names})$"] = field
     return schema
 
 
-def _other_form(setting: Setting) -> dict[str, Any] | None:
-    """Return the schema of values that are converted: `"0.1"` to a number, `"a,b"` to a list."""
+def _other_forms(setting: Setting) -> list[dict[str, Any]]:
+    """Return the schemas of values that are converted: `"0.1"` to a number, `"a,b"` to a list."""
     if setting.is_list:
-        return {"type": "string"}
+        numbers = {"type": "array", "items": {"type": ["number", "string"]}}
+        return [{"type": "string"}, *([] if setting.is_joined else [numbers])]
     target = plain_type(setting.type)
     kinds = {plain_type(kind) for kind in (target, *typing.get_args(target))}
+    forms: list[dict[str, Any]] = [{"const": ""}] if setting.default is None else []
     if bool in kinds:
-        return {"enum": ["true", "false"]}
-    if kinds & {int, float}:
-        return {"type": "string", "pattern": r"^[-+]?\.?\d"}
-    return {"type": "number"} if target is str and setting.kind is None else None
+        forms.append({"enum": SWITCHES})
+    elif float in kinds:
+        forms.append({"type": "string", "pattern": NUMBER})
+    elif int in kinds:
+        forms.append({"type": "string", "pattern": "^-?[0-9]+$"})
+    elif target is str and setting.kind is None:
+        forms.append({"type": "number"})
+    return forms

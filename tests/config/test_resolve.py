@@ -1,5 +1,6 @@
 """The layers of the config, the source of each value, and what is refused."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from ssdctl.config.render import json_schema, to_template_toml, values
@@ -21,6 +23,7 @@ from ssdctl.config.resolve import (
 from ssdctl.config.settings import Config, all_settings
 from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
+from ssdctl.files import parse_toml
 from ssdctl.launch.engines import mpirun
 
 PRESETS = all_settings()["train.preset"].choices
@@ -189,6 +192,25 @@ def test_schema_has_every_key_and_refuses_others() -> None:
         table = schema["$defs"][definition.rpartition("/")[2]]
         assert table["properties"][name]["description"]
         assert table["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "is_read"),
+    [
+        ("train.tf32", '"TRUE"', True),
+        ("train.steps", '""', True),
+        ("train.decay_epochs", '["1", 2]', True),
+        ("train.seed", '"1.5"', False),
+        ("train.lr", '"1,5"', False),
+    ],
+)
+def test_schema_accepts_what_the_config_reads(path: str, text: str, is_read: bool) -> None:
+    section, _, name = path.partition(".")
+    text = f"[{section}]\n{name} = {text}\n"
+    validator = jsonschema.Draft202012Validator(json_schema())
+    assert validator.is_valid(parse_toml(text)) == is_read
+    with contextlib.nullcontext() if is_read else pytest.raises(UsageError):
+        resolved(text=text)
 
 
 def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:
