@@ -329,13 +329,14 @@ def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | No
     for `valid`. A folder of a split is never left out. A link may be to a folder that is read.
     """
     written = _ends(before, parts)
-    for end in _with_renamed(written, split_of("/".join(parts))):
+    ends = [*_with_renamed(written, split_of("/".join(parts)))]
+    for end in ends:
         path = "/".join(end)
         if path.endswith(".txt") and (finder.root / path).is_file():
             return path
         if any(own[: len(end)] == end for own in finder.files.values()):
             return path
-    links = [finder.root.joinpath(*end).resolve() for end in written if end]
+    links = [finder.root.joinpath(*end).resolve() for end in ends if end]
     folders = {tuple(own[:n]) for own in finder.files.values() for n in range(1, len(own))}
     same = sorted(f for f in folders if finder.root.joinpath(*f).resolve() in links)
     return "/".join(same[0]) if same else None
