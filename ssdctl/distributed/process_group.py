@@ -45,6 +45,8 @@ LOST = (  # parts of backends' error messages
     "pair closure",  # gloo, when an all-reduce of a backward pass ends
 )
 FAILURES, FIRST_FAILURE = "failures", "failure"  # the store's keys: their number; the error
+INFORMED = "informed"  # the store's key that counts the ranks that know of a failure
+INFORM_S = 5.0  # how long the first rank, which may serve the store, waits for them
 
 
 class JoinedRanks(Ranks):
@@ -53,6 +55,7 @@ class JoinedRanks(Ranks):
     host_group: Any = None  # for flags and objects; None is torch's default group
     device_group: Any = None  # for tensors of the device
     store: Any = None
+    has_failed = False  # whether this rank knows of a failure
 
     @functools.cached_property
     def tasks(self) -> Iterator[int]:
@@ -85,6 +88,7 @@ class JoinedRanks(Ranks):
             text = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
             hint = "its log or traceback says where"
             error = DistributedError(f"rank {self.rank} failed: {text}", hint=hint)
+        self.has_failed = True
         with contextlib.suppress(RuntimeError):  # the first rank is gone
             if self.store.add(FAILURES, 1) == 1:
                 self.store.set(FIRST_FAILURE, pickle.dumps(error))
@@ -94,14 +98,16 @@ class JoinedRanks(Ranks):
         if not self.store.check([FIRST_FAILURE]):
             return None
         error: SsdctlError = pickle.loads(self.store.get(FIRST_FAILURE))
-        error.is_from_all_ranks = True
+        error.is_from_all_ranks = self.has_failed = True
         return error
 
     def leave(self) -> None:
         """Destroy the groups: ranks that wait for this one get an error at once.
 
-        The connections close with the last reference.
+        The connections close with the last reference. After a failure, the first rank waits until
+        the others know of it, or some seconds.
         """
+        store = self.store
         for holder in list(self._holders):
             holder.release()
         groups = [] if self.host_group is None else [self.host_group]
@@ -116,6 +122,12 @@ class JoinedRanks(Ranks):
             time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group(group)
+        if self.has_failed:
+            with contextlib.suppress(RuntimeError):  # the first rank is gone
+                store.add(INFORMED, 1)
+                end = time.monotonic() + INFORM_S * self.is_main
+                while store.add(INFORMED, 0) < self.world_size and time.monotonic() < end:
+                    pause(self.world_size)
         self._variables.close()
 
 

@@ -169,6 +169,30 @@ def test_the_wait_for_a_missing_first_rank_ends(tmp_path: Path, script: str, cod
         process.communicate()
 
 
+FAILS_EARLY = """
+import sys, time
+from ssdctl.device import open_device
+from ssdctl.distributed import find_ranks
+from ssdctl.distributed.collectives import any_rank
+from ssdctl.distributed.process_group import process_group
+from ssdctl.errors import DataError, SsdctlError
+
+ranks = find_ranks()
+try:
+    with process_group(ranks, open_device("cpu"), 60):
+        if ranks.is_main:
+            raise DataError("of rank 0")
+        time.sleep(2)
+        any_rank([False], ranks)
+except SsdctlError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+def test_a_first_rank_that_fails_tells_the_others_before_it_ends() -> None:
+    assert [rank.code for rank in run_ranks(2, FAILS_EARLY)] == [3, 3]
+
+
 def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     cli: Callable[..., Result], shapes: Path, tmp_path: Path
 ) -> None:
