@@ -141,7 +141,7 @@ class CheckpointFolder:
     def repair(self) -> None:
         """Finish what a killed process began. Call it with the run's lock, before reading.
 
-        best.pt and last.pt, which others may replace, are numbered if no checkpoint is.
+        If there is no step-N.pt, best.pt and last.pt are linked to such names.
         """
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
@@ -156,7 +156,7 @@ class CheckpointFolder:
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest intact checkpoint, and a warning for each damaged one after it.
 
-        It is last.pt or best.pt if the run has no other.
+        It is last.pt or best.pt if the run has no step-N.pt.
 
         Raises:
             IntegrityError: There are checkpoints, and all are damaged.

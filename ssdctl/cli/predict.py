@@ -15,7 +15,6 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import name_newest_run
-from ssdctl.config.settings import Kind
 from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -137,16 +136,14 @@ def predict(
 
 def _with_fitting_save(call: Call, out: Path | None, videos: list[str]) -> Call:
     """Refuse a --save that does not fit the call; ignore that of a file or a variable."""
-    save = call.config.predict.save
+    save, refuse = call.config.predict.save, call.config.require_not_given
     if save is not None and out is None:
-        problem, hint = "requires a folder", "add --out DIR"
+        refuse(["predict.save"], f"{save} requires a folder", "add --out DIR")
     elif save not in (None, "json") and videos:
-        problem = "is for images"
         hint = "extract frames first: ffmpeg -i VIDEO -vf fps=1 frames/%06d.jpg"
+        refuse(["predict.save"], f"{save} is for images", hint)
     else:
         return call
-    if call.config.sources["predict.save"].kind is Kind.CALL:
-        raise UsageError(f"--save {save} {problem}", hint=hint)
     return call._replace(config=call.config.with_value("predict.save", None))
 
 

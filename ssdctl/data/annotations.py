@@ -187,9 +187,9 @@ def relative_folder(path: Path, root: Path) -> str:
 
 
 def paths_below(folder: str, names: Sequence[str]) -> list[str]:
-    """Return the paths of images from the dataset folder, by which they are divided, in form NFC.
+    """Return the paths of images below the dataset folder, in Unicode form NFC.
 
-    Names, if the folder is not below the dataset folder.
+    Images outside of the dataset folder have only their names.
     """
     prefix = "" if folder == "." or folder.startswith("/") else f"{folder}/"
     return [nfc(f"{prefix}{name}") for name in names]
@@ -358,7 +358,7 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
 
 
 def hint_of_classes(name: str, names: Sequence[str], chosen: Sequence[str]) -> str:
-    """Return what to write instead of a chosen name that no class has."""
+    """Return a hint for a chosen name that no class has: the nearest name, or all names."""
     lower = {n.lower(): n for n in names}
     near = [lower[n] for n in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)]
     near = [n for n in names if name in map(str.strip, n.split(","))] or near
@@ -371,7 +371,7 @@ def hint_of_classes(name: str, names: Sequence[str], chosen: Sequence[str]) -> s
 
 
 def _as_option(names: Sequence[str]) -> str:
-    """Return names as the value of --classes: as a list if the names alone are read as others."""
+    """Return the value of --classes: a JSON list if a name has commas, brackets or outer blanks."""
     is_plain = all("," not in n and n == n.strip() and n[:1] not in ("[", '"') for n in names)
     return ",".join(names) if is_plain else json.dumps(names, ensure_ascii=False)
 

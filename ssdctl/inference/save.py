@@ -58,7 +58,7 @@ def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
 class Writer:
     """Writes the detections on images into a folder; classes are those they may have, by label."""
 
-    names: tuple[str, ...]  # of what it writes
+    names: tuple[str, ...]  # files and folders that it writes
 
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self.folder = folder

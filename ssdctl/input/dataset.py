@@ -30,7 +30,7 @@ HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 
-# Functions of labels that keep their order; with another tensor, `getitem` looks them up.
+# Functions that keep the order of labels, such as a lookup of labels in a table: `getitem`.
 SAME_ORDER = {
     *("getitem", "clone", "detach", "to", "long", "int", "add", "sub", "rsub", "mul", "clamp"),
     *("where", "masked_fill", "ones_like", "zeros_like", "full_like"),

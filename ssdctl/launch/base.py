@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Write = Callable[[str], object]
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 POLL_S = 2.0
-WRITTEN = "# Written by ssdctl launch."  # a line of what --write writes
+WRITTEN = "# Written by ssdctl launch."  # marks the files of --write
 UNREACHABLE_S = 120.0  # how long the controller of a batch engine may be unavailable
 # Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
 # outer torchrun; PET_* are torchrun's options.

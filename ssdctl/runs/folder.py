@@ -96,7 +96,7 @@ class RunDir:
         return sorted(files, key=step_of)
 
     def resumable(self) -> list[Path]:
-        """Return the checkpoints of steps, the oldest first; without one best.pt and last.pt."""
+        """Return step-N.pt, the oldest first; if there is none, best.pt and last.pt."""
         links = [path for path in (self.best, self.last) if path.is_file()]
         return self.step_checkpoints() or links
 

@@ -167,8 +167,8 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         return
     is_other_network = not NETWORK.isdisjoint(changed)
     # The steps of a run folder are counted in one global batch.
-    is_elsewhere = is_other_batch and bool(RunDir(plan.out).resumable())
-    if plan.config.train.resume_changed and not (is_other_network or is_elsewhere):
+    needs_folder = is_other_batch and bool(RunDir(plan.out).resumable())
+    if plan.config.train.resume_changed and not (is_other_network or needs_folder):
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
     by_rule = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
@@ -178,8 +178,8 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         if not group.isdisjoint(named):  # then the rule chooses none of the group
             named |= group & by_rule
     saved = checkpoint.config
-    is_own = now["train.init"] is None and plan.config.train.resume == "auto"
-    if is_own and _located(saved.get("train.init")):  # with --init, rules choose other values
+    has_no_source = now["train.init"] is None and plan.config.train.resume == "auto"
+    if has_no_source and _located(saved.get("train.init")):  # with --init, other rules apply
         named = {path for path in named if plan.config.is_chosen(path)} | {"train.init"}
     options = [s.as_option(saved.get(p)) for p, s in all_settings().items() if p in named]
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
@@ -188,7 +188,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     is_force_needed = (is_other_batch and rest) or (is_other_data and CHOOSING.isdisjoint(changed))
     options.sort(key=lambda option: option.startswith("("))  # "(no --limit-train)"
     hints, force = [], "--resume-changed"
-    if is_elsewhere:
+    if needs_folder:
         force = f"--out FOLDER --resume {quoted(checkpoint.path)} --resume-changed"
     if is_other_network or not is_force_needed:
         given = [*options, force] if is_force_needed else options
