@@ -17,6 +17,7 @@ from ssdctl.evaluation.coco_ap import IOU_THRESHOLDS, Scoring
 
 AREAS = ((0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10))  # COCO's: all, small, medium, large
 MAX_DETECTIONS = 100  # per image and class
+PAIRS_PER_BLOCK = 100_000
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -119,16 +120,25 @@ def box_pairs(
     is_crowd: Bools,
     min_iou: float,
 ) -> tuple[Ints, Ints, Floats]:
-    """Return the pairs of a box and an object with the same key: their rows, and their IoU."""
+    """Return the pairs of a box and an object with the same key: their rows, and their IoU.
+
+    The pairs are compared in blocks: an image in tiles has thousands of detections.
+    """
     order = np.argsort(object_key, kind="stable")
     first = np.searchsorted(object_key[order], key)
     counts = np.searchsorted(object_key[order], key, side="right") - first
-    box = np.repeat(np.arange(len(key)), counts)
-    within = np.arange(len(box)) - np.repeat(counts.cumsum() - counts, counts)
-    item = order[first[box] + within]
-    iou = _iou(boxes[box], object_boxes[item], is_crowd[item])
-    close = iou >= min_iou
-    return box[close], item[close], iou[close]
+    block = counts.cumsum() // PAIRS_PER_BLOCK
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for rows in np.split(np.arange(len(key)), np.flatnonzero(np.diff(block)) + 1):
+        box = np.repeat(rows, counts[rows])
+        ends = counts[rows].cumsum()
+        within = np.arange(len(box)) - np.repeat(ends - counts[rows], counts[rows])
+        item = order[first[box] + within]
+        iou = _iou(boxes[box], object_boxes[item], is_crowd[item])
+        close = iou >= min_iou
+        parts.append((box[close], item[close], iou[close]))
+    box, item, iou = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return box, item, iou
 
 
 def _close_pairs(found: _Boxes, objects: _Boxes) -> _Pairs:
