@@ -108,6 +108,8 @@ def test_crowds_are_chosen_as_labels(names: list[str], dataset: Path) -> None:
         order = torch.arange(len(target["boxes"])).flip(0)
         new = {name: target[name][order] for name in names}
         new["labels"] = (new["labels"] - 1).clone().to(torch.int32) + 1
+        texts = [f"{label:d}" for label in target["labels"]]
+        assert texts == [str(int(target["labels"][n])) for n in range(len(texts))]
         return image, {**target, **new, "all_labels": target["labels"]}
 
     items = ssdctl.Dataset(dataset, "val"), ssdctl.Dataset(dataset, "val", transforms=reversed_)

@@ -30,8 +30,12 @@ from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
-# How the file begins: the first keys of the dictionary, and one of the architecture's.
-BEGINNING = r"(?s)PK.{28}[^/]+/data\.pkl.{,99}format.{4}X.{4}model.*X\n\0\0\0extra_norm"
+# How the file of a network without a run begins: the first keys of the dictionary, one of the
+# architecture's, and nowhere one that only a run's checkpoint has.
+BEGINNING = (
+    r"(?s)PK.{28}[^/]+/data\.pkl.{,99}format.{4}X.{4}model"
+    r"(?!.*X\x0c\0\0\0samples_seen).*X\n\0\0\0extra_norm"
+)
 MAX_CLASSES = 100_000
 MAX_COUNT = 2**53  # exact as a float
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

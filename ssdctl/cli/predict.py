@@ -198,29 +198,25 @@ def _predict(
     if out is not None:
         # Before the detection, which may take hours.
         writer = WRITERS[settings.save or "json"](make_dir(out), detector.selected_classes)
-    records, failures, interrupt = list[Any](), list[tuple[str, SsdctlError]](), None
+    records, failures = list[Any](), list[tuple[str, SsdctlError]]()
+    interrupt: BaseException | None = None
     images = objects = 0
     shown = _detect(call, detector, sources)
     try:
         for found, target in itertools.zip_longest(shown, targets):
-            result = found.result
+            result = _drawn(found.result, target, style)
             if isinstance(result, SsdctlError):
                 _warn_of_failure(call, result)
                 failures.append((printable_line(found.item.label), result))
                 continue
-            if target is not None:
-                if isinstance(result.image, io.BytesIO):
-                    result.image.seek(0)
-                # Open the image again: keeping every image until it is drawn would take gigabytes.
-                result.save(target, **style)
             if writer is not None:
                 writer.add(found.item, result)
             images, objects = images + 1, objects + len(result)
             records += _record(call, found, result)
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, SsdctlError) as error:
         if not images:
             raise
-        interrupt = error
+        interrupt = error  # after the results until here are written
     written = [f"{out}/"] if targets else []
     written += [writer.close()] if writer is not None else []
     total = f"{counted(images, 'image')}, {counted(objects, 'object')}"
@@ -229,6 +225,22 @@ def _predict(
         raise interrupt
     if failures:
         raise _error(failures, len(sources))
+
+
+def _drawn(
+    result: Result | SsdctlError, target: Path | None, style: dict[str, Any]
+) -> Result | SsdctlError:
+    """Draw a result; return it, or the error of an image that cannot be read again."""
+    if isinstance(result, SsdctlError) or target is None:
+        return result
+    if isinstance(result.image, io.BytesIO):
+        result.image.seek(0)
+    try:
+        # Open the image again: keeping every image until it is drawn would take gigabytes.
+        result.save(target, **style)
+    except DataError as error:
+        return error
+    return result
 
 
 def _warn_of_failure(call: Call, error: SsdctlError) -> None:

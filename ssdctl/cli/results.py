@@ -211,6 +211,8 @@ def evaluate(
         from ssdctl.evaluation.suspects import COLUMNS
 
         require_own_file(Path(suspects), "--suspects", ",".join(COLUMNS))
+        if detections and Path(detections).resolve() == Path(suspects).resolve():
+            raise UsageError(f"--detections and --suspects: both name {suspects}")
     found: list[DetectedSplit] = []
     written = Path(detections) if detections else None
     evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)

@@ -137,7 +137,7 @@ def _other_forms(setting: Setting) -> list[dict[str, Any]]:
     elif float in kinds:
         forms.append({"type": "string", "pattern": NUMBER})
     elif int in kinds:
-        forms.append({"type": "string", "pattern": "^-?[0-9]+$"})
+        forms.append({"type": "string", "pattern": r"^-?[0-9]+(\.0+)?(e[0-9]+)?$"})
     elif target is str and setting.kind is None:
         forms.append({"type": "number"})
     return forms

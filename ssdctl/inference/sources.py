@@ -60,10 +60,14 @@ class ImageSource(NamedTuple):
         return redact_url(self.url) if self.url else str(self.path)
 
     def open(self, canceled: threading.Event | None = None) -> Path | io.BytesIO:
-        """Return the path, or the fetched content of a URL, for `read_rgb`."""
-        if not self.url:
+        """Return the path, or the content of a URL or pipe, for `read_rgb`."""
+        if self.url:
+            content = fetch_image(self.url, canceled)
+        elif self.path.is_fifo():
+            content = self.path.read_bytes()
+        else:
             return self.path
-        file = io.BytesIO(fetch_image(self.url, canceled))
+        file = io.BytesIO(content)
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
 

@@ -52,6 +52,8 @@ class _Labels(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             after = func(*args, **(kwargs or {}))
+            if not isinstance(after, Tensor) or after.ndim == 0:
+                return after
             if func is Tensor.__getitem__ and isinstance(args[0], cls):
                 return cls.of(after, args[0].is_crowd[args[1]])
             if func.__name__.strip("_") in SAME_ORDER:

@@ -229,7 +229,7 @@ class SSD300(nn.Module):
 
         Raises:
             ssdctl.errors.UsageError: There is not one name for each class, the suffix is one of
-                another format, or the file exists and is not a checkpoint of ssdctl.
+                another format, or the file exists and is no network that `save` wrote.
             ssdctl.errors.DiskError: The file cannot be written.
         """
         file, classes = Path(path), self.classes

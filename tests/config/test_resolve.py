@@ -201,6 +201,7 @@ def test_schema_has_every_key_and_refuses_others() -> None:
         ("train.steps", '""', True),
         ("train.decay_epochs", '["1", 2]', True),
         ("train.seed", '"1.5"', False),
+        ("train.seed", '"1e3"', True),
         ("train.lr", '"1,5"', False),
     ],
 )

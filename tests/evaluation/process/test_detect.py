@@ -152,6 +152,8 @@ def test_classes_match_by_name(cli: Cli, checkpoint: Path, shapes: Path, tmp_pat
     Path("mine.html").write_text("<!doctype html><title>mine</title>")
     for option, file in (("--detections", labels), ("--suspects", "mine.csv")):
         cli("evaluate", checkpoint, "--data", root, option, file).expect(2, "earlier result")
+    both = ("--detections", "new", "--suspects", "./new")
+    cli("evaluate", checkpoint, "--data", root, *both).expect(2, "both")
     assert cli("report", "--out", "mine.html").code == 2
     for path in root.glob("annotations/*.json"):
         path.write_text(path.read_text().replace('"star"', '"comet"'))

@@ -165,6 +165,7 @@ def test_files_that_are_not_earlier_results_are_kept(
         saved.getvalue(),
         *graphs,
         bytes(8) + b'{"__metadata__":{}}',
+        (tiny_run / "checkpoints/last.pt").read_bytes(),  # with the run that continues from it
     ):
         Path(name).write_bytes(mine)
         with pytest.raises(UsageError, match=name):
