@@ -66,7 +66,8 @@ class Wanted(NamedTuple):
     labels: str = ""  # folder of the labels, relative to the dataset folder
     split: str | None = None  # files in folders of other splits do not count; None: all count
     size: tuple[int, int] = (0, 0)  # declared width and height in pixels; 0: not given
-    is_label_file: bool = False  # the name is that of a label file, without suffix
+    is_label_file: bool = False  # it is that of a label file, without suffix
+    is_stem: bool = False  # it has no suffix, whatever it ends with
     suffix: str = ""  # that the label file gives; another will do
     folder: str = ""  # named by the labels as the folder of the image
 
@@ -292,7 +293,8 @@ class ImageFinder:
         names = name.split("/")
         stem, base_name = names[-1], ""
         # A label file's name may have the suffix of its image: a.jpg.txt
-        if not (entry.is_label_file and stem in self.by_stem) and is_image_name(stem):
+        is_stem = (entry.is_label_file or entry.is_stem) and stem in self.by_stem
+        if not is_stem and is_image_name(stem):
             stem, base_name = stem_of(stem), stem
         files = self.by_stem.get(stem, [])
         nearer = [files]

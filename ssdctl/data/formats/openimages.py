@@ -55,7 +55,12 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     finder = ImageFinder(root, image_dir=image_dir, files=files_of_images)
     boxes = {split: _boxes(file, names, notes) for split, file in files.items()}
     wanted = [
-        Wanted(image_id, label_folder(file, root), split if len(files) > 1 else split_of(file.name))
+        Wanted(
+            image_id,
+            label_folder(file, root),
+            split if len(files) > 1 else split_of(file.name),
+            is_stem=True,
+        )
         for split, file in files.items()
         for image_id in boxes[split]
     ]
