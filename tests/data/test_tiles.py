@@ -19,6 +19,7 @@ from ssdctl.config import PrepareConfig
 from ssdctl.config.fields import Tiling
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
+from ssdctl.data.shapes import generate
 from ssdctl.data.store import Split, open_splits
 from ssdctl.data.tiles import IGNORED, tiled
 from ssdctl.errors import UsageError
@@ -119,10 +120,11 @@ def test_tiles_show_what_their_boxes_say(
 
 
 def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
-    cli: Cli, tmp_path: Path, shapes: Path, tmp_path_factory: pytest.TempPathFactory
+    cli: Cli, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Without another word: `evaluate` and `predict` find the same, and the run resumes exactly."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, whole, shapes = tmp_path / "run", tmp_path / "whole", tmp_path / "shapes"
+    generate(shapes, num_train=8, num_val=3, seed=0)
     options = f"--tile 128 --tile-overlap 0.3 --steps 4 --seed 1 {TINY_RUN}"
     train = ["train", "--data", shapes, *options.split()]
     assert cli(*train, "--out", whole).code == 0
