@@ -61,7 +61,7 @@ def configure_launch(
     may_move = engine.runs_elsewhere or is_written  # the ranks may start in another folder
     files = exported_settings(call, Kind.FILE) if may_move else {}
     variables, more = exported_settings(call, Kind.ENVIRONMENT) if may_move else {}, list[str]()
-    if rest and files != variables and not engine.runs_elsewhere:
+    if rest and (call.config_file or files != variables) and not engine.runs_elsewhere:
         # A variable would take precedence over the dataset of a checkpoint; a file does not.
         more = [f"--config={Path(call.config_file or DEFAULT_FILE).absolute()}"]
     command = (

@@ -113,8 +113,12 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         wrong.append("':'")
     is_named = any("resume" in word for word in wished)
     wrong += ["--resume"] * (launcher == "kubernetes" and "--restarts=1" in words and is_named)
-    options = () if rest else wished[1:]
-    return Launch(plural, count, nodes, launcher, cores, (*words, *options), rest, wished, texts,
+    words += () if rest else wished[1:]
+    if draw(st.booleans()):  # pods cannot read the file
+        words.append(config := f"--config={Path('my.toml').absolute()}")
+        if launcher != "kubernetes":
+            wished = (wished[0], config, *wished[1:])
+    return Launch(plural, count, nodes, launcher, cores, (*words,), rest, wished, texts,
                   tuple(wrong))  # fmt: skip
 
 
@@ -138,6 +142,7 @@ def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(launch: Launch) -> tuple[Any, Result]:
     """Return the plan, None if it was refused as it should be."""
+    Path("my.toml").write_text("[evaluate]\nlimit = 3\n")
     note(f"ssdctl launch {shlex.join(launch.line)} --dry-run")
     words = [*launch.words, "--dry-run", "--json", *(["--", *launch.rest] if launch.rest else [])]
     result = run_cli("launch", *words)
@@ -379,6 +384,8 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
+    has_file = any(word.startswith("--config=") for word in launch.words)
+    assert ("SSDCTL_EVALUATE__LIMIT" in environment) == has_file
     check_pod_command(program[program.index("ssdctl") + 1 :], launch)
 
 
