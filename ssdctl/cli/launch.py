@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,8 +108,8 @@ def launch(
 def _counted_device(
     counts: dict[str, int | None], named: str, devices: int | None
 ) -> tuple[str, int]:
-    numbers = {**counts, named: devices} if devices is not None else counts
-    given = [(device, count) for device, count in numbers.items() if count is not None]
+    numbers = [*counts.items(), (named, devices)]
+    given = [(device, count) for device, count in numbers if count is not None]
     if devices is not None and named == "auto":
         raise UsageError("--devices: give --device, too")
     if len(given) != 1:
@@ -135,7 +136,7 @@ def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
     from ssdctl.launch.base import WRITTEN, BatchEngine
 
     path = Path(write)
-    files.require_own_file(path, "--write", f"(?s).*{WRITTEN}")
+    files.require_own_file(path, "--write", rf"(#!.*\n)?{re.escape(WRITTEN)}\n")
     if path.is_file():
         call.console.info(f"{write} exists and is replaced")
     files.write_text(path, job.to_script())

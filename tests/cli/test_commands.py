@@ -63,6 +63,7 @@ MISTAKES = [
     ("launch --cpus 2 --set train.device=hpu --dry-run", 2, "--device hpu"),
     ("launch --tpus 4 --launcher slurm --dry-run", 2, "slurm"),
     ("launch --hpus 8 --hostfile absent --dry-run", 2, "absent"),
+    ("launch --cpus 4 --device cpu --devices 2 --dry-run", 2, "exactly one"),
     ("launch --cpus 2 8 --dry-run", 2, "'8'"),
     # What the ranks would refuse.
     ("launch --hpus 8 --fp16 --dry-run", 2, "fp16"),

@@ -62,9 +62,11 @@ def test_write_replaces_only_what_it_wrote(engine: list[str]) -> None:
         launch(*job).expect(0, "wrote job.sh")
     Path("mine").write_text("mine")
     Path("link.sh").symlink_to("mine")
-    for name in ("mine", "link.sh"):
+    own = "#!/bin/sh\necho mine\n" + Path("job.sh").read_text()
+    Path("own.sh").write_text(own)
+    for name in ("mine", "link.sh", "own.sh"):
         launch(*job[:-1], name).expect(2, "not an earlier result")
-    assert Path("mine").read_text() == "mine"
+    assert (Path("mine").read_text(), Path("own.sh").read_text()) == ("mine", own)
 
 
 def test_a_dry_run_writes_nothing() -> None:
