@@ -239,6 +239,10 @@ def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
             f"{ranks} devices per node are requested, "
             f"but --devices-per-node is {config.devices_per_node}"
         )
+    if config.hostfile is not None and len(request.hosts) < config.nodes:
+        raise UsageError(
+            f"--nodes {config.nodes}, but {config.hostfile} names {len(request.hosts)} host(s)"
+        )
     for argument in (*request.command, *request.variables.values()):
         check_text(argument)
     return engine.build_job(request, node)

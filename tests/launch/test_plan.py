@@ -251,6 +251,7 @@ def test_hosts_of_a_tpu_slice(settings: dict[str, Any], words: set[str]) -> None
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "'a;b:1'"),
         ("hpu", 8, {"rdzv_endpoint": "a:1"}, "--rdzv-endpoint"),
         ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "--nodes 2"),
+        ("cpu", 9, {"nodes": 3, "hostfile": "hosts", "hosts": ("a", "b")}, "--nodes 3"),
         ("hpu", 8, {"nodes": 2, "environment": {"MASTER_ADDR": "-a"}}, "MASTER_ADDR '-a'"),
         # Chips of a host that cannot be used; the hint lists the possible numbers.
         ("xla", 3, {"node": TPU_V3}, "1 or 2 or 4"),

@@ -88,7 +88,8 @@ class Mpirun(Engine):
         is_local = config.nodes == 1 and not request.hosts
         options = ["-n", str(request.count), *self._placement(request, node)]
         options += ["--report-bindings", "--allow-run-as-root", *self._ssh(request)]
-        options += _hostfile(request)
+        if (path := config.hostfile) is not None:
+            options += ["--hostfile", f"./{path}" if path.startswith("-") else path]
         address, port, missing = self._meeting_point(request)
         for name in config.export_env:
             if not VARIABLE.fullmatch(name):
@@ -208,15 +209,6 @@ def _refuse_unsupported(request: LaunchRequest) -> None:
     if request.config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
     refuse_separator(request)
-
-
-def _hostfile(request: LaunchRequest) -> list[str]:
-    nodes, path = request.config.nodes, request.config.hostfile
-    if path is None:
-        return []
-    if len(request.hosts) < nodes:
-        raise UsageError(f"--nodes {nodes}, but {path} names {len(request.hosts)} host(s)")
-    return ["--hostfile", f"./{path}" if path.startswith("-") else path]
 
 
 def _exports(request: LaunchRequest) -> list[str]:
