@@ -121,14 +121,14 @@ def test_the_end_of_a_slurm_job(
     def write(text: str) -> None:
         output.append(text)
         if len(output) < 3:  # the job prints more before it ends
-            with out.open("a") as file:
-                file.write(f"step {len(output) + 1}\n")
+            with out.open("ab") as file:
+                file.write(b"\xa9step %d\n\xc3" % (len(output) + 1))
 
-    out.write_text("step 1\n")
+    out.write_bytes(b"step 1\n\xc3")  # the first byte of a character
     runs = job("RUNNING", "0:0", out)
     set_answers([job("PENDING", "0:0", tmp_path / "a\0b"), runs, runs, job(state, code, out)])
     assert Slurm().follow("1", SLURM, write) == expected
-    assert output == ["step 1\n", "step 2\n", "step 3\n"]
+    assert output == ["step 1\n", "éstep 2\n", "éstep 3\n\ufffd"]
 
 
 def test_a_controller_may_be_unavailable_for_a_while(

@@ -7,6 +7,7 @@ form of each is checked. Arguments of the user are quoted in the script's body.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 import shlex
@@ -183,14 +184,18 @@ class Slurm(BatchEngine):
         return f"scancel {job_id}"
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
-        position = 0
+        position, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
         while True:
             line = query("scontrol", "show", "job", "--oneliner", job_id).strip()
             # NAME=VALUE fields, separated by blanks; values may contain blanks.
             pairs = re.findall(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line)
             fields = {"StdOut": "", "JobState": "", "ExitCode": "", **dict(pairs)}
-            position = _copy_new(Path(fields["StdOut"]), position, write)
+            content = _read_new(Path(fields["StdOut"]), position)
+            position += len(content)
             state = fields["JobState"]
+            # A character may be written in two parts.
+            if text := decoder.decode(content, final=ENDED.match(state) is not None):
+                write(text)
             if ENDED.match(state):
                 break
             time.sleep(POLL_S)
@@ -233,12 +238,10 @@ def _checked(name: str, value: str) -> str:
     return value
 
 
-def _copy_new(path: Path, position: int, write: Write) -> int:
-    """Write the content of a file after `position` bytes; return the new position."""
+def _read_new(path: Path, position: int) -> bytes:
+    """Return the content of a file after `position` bytes; empty if it cannot be read."""
     # A NUL in the path is a ValueError.
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         file.seek(position)
-        if content := file.read():
-            write(content.decode(errors="replace"))
-            return position + len(content)
-    return position
+        return file.read()
+    return b""
