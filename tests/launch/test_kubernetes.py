@@ -219,8 +219,9 @@ def test_the_pods_of_several_nodes_meet_at_pod_0() -> None:
 
 def test_settings_of_shared_clusters(cli: Cli) -> None:
     Path("patch.yaml").write_text(
-        "metadata: {annotations: {a/b: c d}}\nspec:\n  hostNetwork: true\n  priorityClassName: high\n  tolerations: [{key: spot, operator: Exists}]\n"
+        "metadata: {annotations: {a/b: c d, on: 12:30, day: 2026-01-02}}\nspec:\n  hostNetwork: true\n  priorityClassName: high\n  tolerations: [{key: spot, operator: Exists}]\n"
         "  containers: [{name: main, securityContext: {runAsUser: 1000}}]\n"
+        "  volumes: [{name: v, configMap: {name: on, defaultMode: 0644}}]\n"
         "job: {ttlSecondsAfterFinished: 60}\n"
     )
     queue = "kueue.x-k8s.io/queue-name"
@@ -229,7 +230,8 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     manifest = checked(planned(cli, "--gpus", 4, *IN_A_POD[2:], *words)["manifest"])
     (template,) = templates(manifest)
     assert manifest["metadata"]["labels"][queue] == template["metadata"]["labels"][queue] == "gpus"
-    assert template["metadata"]["annotations"]["a/b"] == "c d"
+    given = {"a/b": "c d", "on": "12:30", "day": "2026-01-02"}
+    assert given.items() <= template["metadata"]["annotations"].items()
     pod = template["spec"]
     assert (pod["priorityClassName"], pod["hostNetwork"]) == ("high", True)
     assert [t["key"] for t in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
@@ -238,9 +240,17 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     assert container["image"] == "a"
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
     arguments = ["launch", "--gpus", 4, *IN_A_POD[2:], *words, "--dry-run"]
-    for text in ("spec: [", "pod: {}"):
+    wrong = {"spec: [": "patch.yaml", "pod: {}": "patch.yaml", "spec: !!int a": "patch.yaml",
+             "spec: {containers: }": "spec.containers", "spec: {volumes: {}}": "spec.volumes",
+             "job: 3": "job", "spec: {containers: [{name: main, env: }]}": "spec.containers.main.env",
+             "spec: {a: [.nan]}": "spec.a[0]", "spec: {1: b}": "spec.1", "spec: &a {a: *a}": "YAML",
+             "metadata: {a: !!binary YQ==}": "metadata.a"}  # fmt: skip
+    for text, place in wrong.items():
         Path("patch.yaml").write_text(text)
-        cli(*arguments).expect(2, "patch.yaml")
+        cli(*arguments).expect(2, place)
+    for text in ("", "metadata:\nspec:\n"):
+        Path("patch.yaml").write_text(text)
+        cli(*arguments).expect(0)
 
 
 def test_a_dry_run_shows_the_manifest_with_what_is_missing(cli: Cli) -> None:

@@ -78,7 +78,7 @@ class ManifestBuilder:
         spec = (self._mpi_job if kind == "MPIJob" else self._job)(name)
         # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
         patched = spec["runPolicy"] if kind == "MPIJob" else spec
-        patched.update(merge(patched, self.patch.get("job", {})))
+        patched.update(merge(patched, self.patch.get("job", {}), "job"))
         job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
         if kind != "Job" or nodes == 1:
             return job
@@ -198,7 +198,9 @@ class ManifestBuilder:
         labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config)}
         metadata = {"labels": labels, "annotations": NO_SIDECAR}
         template = {"metadata": metadata, "spec": spec}
-        return dict(merge(template, {k: v for k, v in self.patch.items() if k != "job"}))
+        for part in template.keys() & self.patch.keys():
+            template[part] = merge(template[part], self.patch[part], part)
+        return template
 
     def _container(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
         config = self.settings
@@ -282,18 +284,27 @@ def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]
     return mounts, volumes
 
 
-def merge(base: Any, patch: Any) -> Any:
-    """Merge mappings and extend lists (entries of one `name` are merged); else return the patch."""
-    if isinstance(base, dict) and isinstance(patch, dict):
-        return {**base, **{k: merge(base.get(k), value) for k, value in patch.items()}}
-    if not (isinstance(base, list) and isinstance(patch, list)):
+def merge(base: Any, patch: Any, place: str) -> Any:
+    """Merge mappings and extend lists (entries of one `name` are merged); else return the patch.
+
+    Raises:
+        UsageError: The patch replaces a mapping or a list; the message has its `place`.
+    """
+    kind = dict if isinstance(base, dict) else list
+    if isinstance(base, kind) and not isinstance(patch, kind):
+        noun = "mapping" if kind is dict else "list"
+        raise UsageError(f"kubernetes.patch: {place} must be a {noun}", hint="or leave it out")
+    if isinstance(base, dict):
+        more = {k: merge(base.get(k), value, f"{place}.{k}") for k, value in patch.items()}
+        return {**base, **more}
+    if not isinstance(base, list):
         return patch
     merged = list(base)
     for entry in patch:
         name = entry.get("name") if isinstance(entry, dict) else None
         names = [e.get("name") if isinstance(e, dict) else None for e in merged]
         if name is not None and name in names:
-            merged[names.index(name)] = merge(merged[names.index(name)], entry)
+            merged[names.index(name)] = merge(merged[names.index(name)], entry, f"{place}.{name}")
         else:
             merged.append(entry)
     return merged

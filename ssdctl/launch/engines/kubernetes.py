@@ -6,6 +6,7 @@ _manifest.py builds the manifest.
 from __future__ import annotations
 
 import logging
+import math
 import posixpath
 import re
 import shlex
@@ -49,6 +50,15 @@ ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
+# How YAML 1.2 reads plain text, with the octal numbers of file modes (0644) and `<<` of 1.1.
+SCALARS = {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(0[0-7]*|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|"
+    r"\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
 
 
 @dataclass(frozen=True)
@@ -177,20 +187,48 @@ def _is_in(path: str, folders: list[str]) -> bool:
 def _patch(path: Path) -> dict[str, Any]:
     import yaml
 
+    class Loader(yaml.SafeLoader): ...
+
+    Loader.yaml_implicit_resolvers = {}
+    for kind, pattern in SCALARS.items():
+        tag = f"tag:yaml.org,2002:{kind}"
+        Loader.add_implicit_resolver(tag, re.compile(f"({pattern})$"), None)
     try:
-        patch = yaml.safe_load(read_limited(path, MAX_PATCH_BYTES))
+        patch: Any = yaml.load(read_limited(path, MAX_PATCH_BYTES), Loader)
+        wrong = next(_not_json(patch), None)
     except OSError as error:
         raise unreadable(f"kubernetes.patch {path}", error, UsageError) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # The others: `!!int a`, `!!bool a`, `!!timestamp a`, and a list that contains itself.
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f"kubernetes.patch {path}: is not YAML: {error}") from None
-    is_mapping = isinstance(patch, dict) and all(isinstance(n, dict) for n in patch.values())
-    if not is_mapping or not set(patch) <= set(PATCHED):
+    if wrong is not None:
+        raise UsageError(
+            f"kubernetes.patch {path}: {wrong} is not a value of JSON, as Kubernetes requires",
+            hint="put it in quotes",
+        )
+    patch = {} if patch is None else patch
+    if not isinstance(patch, dict) or not patch.keys() <= set(PATCHED):
         raise UsageError(
             f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
             hint="spec and metadata are merged into the pods, job into the spec of the job: "
             "spec: {hostNetwork: true}",
         )
-    return dict(patch)
+    return {key: value for key, value in patch.items() if value is not None}
+
+
+def _not_json(value: Any, place: str = "") -> Iterator[str]:
+    """Yield the places of keys and values that JSON does not have."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            at = f"{place}.{key}".lstrip(".")
+            yield from _not_json(inner, at) if isinstance(key, str) else [at]
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _not_json(inner, f"{place}[{number}]")
+    elif not isinstance(value, str | int | float | None) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        yield place
 
 
 def _is_indexed(job: Job) -> bool:
