@@ -283,6 +283,8 @@ def test_only_crashes_are_tried_again() -> None:
         (("demo",), {}, "--out .* persistent volume.* --out /runs/demo"),
         (("fetch-weights",), {}, "--dest .* persistent volume"),
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
+        (("prepare", "--store=/tmp/a"), {}, "--store /tmp/a .*persistent volume"),
+        (("evaluate", "/runs/a", "--suspects", "/tmp/a"), {}, "--suspects .*persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.
         (("train",), {"restarts": 1, "resume": "/runs/a.pt"}, "--resume /runs/a.pt"),

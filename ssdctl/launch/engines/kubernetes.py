@@ -162,12 +162,12 @@ class Kubernetes(BatchEngine):
             text = "kubernetes.install is not set: ssdctl must be installed in the pods"
             yield UsageError(text, hint=hint)
 
-        option = "--dest" if command[0] in ("download", "fetch-weights") else "--out"
-        output = request.run_folder if command[0] == "train" else last_value(command, option)
-        # Others print their results if no folder is given.
-        writes = command[0] in ("train", "download", "fetch-weights", "demo", "export")
-        path = posixpath.normpath(output or command[0])
-        if (writes or output is not None) and not _is_in(path, writable):
+        for option in OUTPUTS.get(command[0], ("--out",)):
+            output = request.run_folder if command[0] == "train" else last_value(command, option)
+            path = posixpath.normpath(output or command[0])
+            is_written = output is not None or command[0] in WRITES
+            if not is_written or _is_in(path, writable):
+                continue
             example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
             more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
             yield UsageError(
@@ -178,6 +178,14 @@ class Kubernetes(BatchEngine):
 
 
 ENGINE = Kubernetes
+# The options of files and folders that a command writes; of other commands --out.
+OUTPUTS = {
+    "download": ("--dest",),
+    "fetch-weights": ("--dest",),
+    "prepare": ("--store", "--preview"),
+    "evaluate": ("--detections", "--report", "--suspects"),
+}
+WRITES = ("train", "download", "fetch-weights", "demo", "export")  # others print their results
 
 
 def _is_in(path: str, folders: list[str]) -> bool:
