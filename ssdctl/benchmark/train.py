@@ -32,6 +32,7 @@ from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.plan import Plan
+from ssdctl.training.setup import frozen_network
 from ssdctl.training.step import TrainStep, build_step
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,9 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Meas
         for notice in device.notices:
             log.info(notice)
         size = DatasetSize(COCO_NUM_IMAGES, None, 0, [])
-        plan = plan_on_device(config, device, ranks, size, COCO_OUTPUTS)
-        architecture = architecture_of(plan.config, COCO_OUTPUTS)
+        outputs = max(COCO_OUTPUTS, len(split.classes) + 1 if split is not None else 0)
+        plan = plan_on_device(config, device, ranks, size, outputs)
+        architecture = architecture_of(plan.config, outputs)
         bench = _Bench(plan, architecture, device, ranks)
         with out_of_memory_hints(plan, architecture, device):
             metrics = bench.metrics(split, seconds)
@@ -75,7 +77,7 @@ def seconds_per_step(
     architecture: Architecture, config: TrainConfig, device: Device, precision: str, batch_size: int
 ) -> float:
     """Measure a few steps on random images, for a first estimate of a run's duration."""
-    model = device.place(network_of(architecture)).train()
+    model = device.place(frozen_network(architecture, config)).train()
     batch = random_batch(batch_size, architecture.num_classes, max_boxes=12)
     times: list[float] = []
     with without_dynamo():
@@ -93,7 +95,7 @@ class _Bench:
     ) -> None:
         self.config, self.architecture, self.device = plan.config, architecture, device
         self.ranks, self.precision, self.size = ranks, plan.precision, plan.batch_size
-        self.model = device.place(network_of(architecture, plan.config.train.seed)).train()
+        self.model = device.place(frozen_network(architecture, plan.config.train)).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:
         fake = itertools.repeat(self._fake_batch(split))
@@ -139,7 +141,7 @@ class _Bench:
     def _fake_batch(self, split: Split | None) -> Batch:
         if split is None:
             return random_batch(self.size, COCO_OUTPUTS, 93)
-        # Labels of the dataset's classes; the network always has COCO's outputs.
+        # Labels of the dataset's classes; the network has COCO's outputs, or more.
         return random_batch(self.size, len(split.classes) + 1, max(split.most_boxes, 1))
 
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:

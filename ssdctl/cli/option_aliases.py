@@ -119,7 +119,7 @@ class AliasCommand(HelpCommand):
         for name in ("train", "launch", "prepare"):  # launch has all options of train
             command: Any = click_root(name).commands[name]
             template = command.templates.get(flag)
-            if name == self.name or template is None:
+            if command is self or template is None:
                 continue
             if template.partition("=")[0] in self.templates:
                 return None

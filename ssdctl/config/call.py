@@ -225,11 +225,14 @@ def _chosen(config: Config) -> list[Override]:
 
     `msgspec.structs.replace` changes values without their sources.
     """
-    names = ("train.preset", config.train.preset), ("launch.cluster", config.launch.cluster)
-    presets = [Override(path, value, of_call("config")) for path, value in names]
+    paths = ["train.preset", "launch.cluster"]
+    if config.sources["train.eval_every"].kind >= Kind.FILE:
+        paths.append("train.eval_every")  # then a preset has no `eval_at`
+    own = values(config)
+    presets = [Override(path, own[path], of_call("config")) for path in paths]
     plain = values(resolve(overrides=presets, environment={}, default_file=False))
     chosen = []
-    for path, value in values(config).items():
+    for path, value in own.items():
         source = config.sources[path]
         if source.kind >= Kind.FILE:
             chosen.append(Override(path, value, source))

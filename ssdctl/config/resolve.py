@@ -203,6 +203,7 @@ def _checked(override: Override) -> Override:
     if OFF.get(setting.path) == str(value):
         value = None
     if isinstance(value, str):
+        value = value.removesuffix("\n")  # of YAML's block text
         if setting.is_list:
             value = _as_list(value)
         elif value[:1] == value[-1:] == '"' and target is not bool:

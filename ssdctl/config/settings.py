@@ -243,6 +243,8 @@ class Setting(NamedTuple):
             return f"--{value}"
         if value is None:
             return f"(no {self.flags[0]})"
+        if isinstance(value, (list, tuple)) and not value:
+            return f"--set {self.path}=[]"
         text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
         return f"{self.flags[0]} {shlex.quote(text)}"
 

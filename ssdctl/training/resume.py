@@ -208,7 +208,7 @@ def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     for path, setting in all_settings().items():
         if setting.is_compared and path not in idle:
             saved = before.get(path)
-            if _plain(saved) != _plain(now[path]):
+            if _plain(path, saved) != _plain(path, now[path]):
                 changed[path] = saved
     # The weights of --init are not read again, but another file's are not those of this run.
     init, first = now["train.init"], before.get("train.init")
@@ -232,7 +232,9 @@ def _located(source: str | None) -> Path | None:
     return None
 
 
-def _plain(value: object) -> object:
+def _plain(path: str, value: object) -> object:
+    if path == "data.tile" and value == 0:
+        return None
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -27,9 +27,9 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import NetworkWeights
+from ssdctl.checkpoint.format import Architecture, NetworkWeights
 from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
-from ssdctl.config import Config
+from ssdctl.config import Config, TrainConfig
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -147,16 +147,22 @@ def build_network(plan: Plan, splits: Splits, device: Device, ranks: Ranks) -> S
     """Return a network on the device, with random weights that depend only on the seed."""
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
-    model = network_of(architecture, config.seed)
+    model = frozen_network(architecture, config)
     model.classes, model.tiling = splits.train.classes, tiling_of(plan.config)
+    if config.sync_bn:
+        model = with_sync_bn(model, device, ranks)
+    return device.place(model)
+
+
+def frozen_network(architecture: Architecture, config: TrainConfig) -> SSD300:
+    """Return a network with random weights, frozen where a run with this config does not train."""
+    model = network_of(architecture, config.seed)
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)
     if config.freeze_norm:
         model.freeze_norm()
-    if config.sync_bn:
-        model = with_sync_bn(model, device, ranks)
-    return device.place(model)
+    return model
 
 
 def observers_of(plan: Plan) -> list[Observer]:

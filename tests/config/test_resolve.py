@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import ssdctl
 from ssdctl.config.render import json_schema, to_template_toml, values
 from ssdctl.config.resolve import (
     Override,
@@ -220,3 +221,6 @@ def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> 
         train = resolved(nvidia, *options).train
         assert (train.eval_every, train.eval_at) == ("10", eval_at)
     assert resolved(nvidia, ("train.eval_at", "5,6")).train.eval_at == (5, 6)
+    config = ssdctl.configure(train={"preset": "nvidia-r50", "eval_every": "10\n"})
+    more = ssdctl.configure(config, train={"batch_size": 2})
+    assert more.sources["train.eval_at"] == config.sources["train.eval_at"]  # not chosen

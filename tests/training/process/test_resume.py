@@ -156,7 +156,7 @@ def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
     "changed",
     [
         ["--backbone", "resnet34", "--resume-changed", "--bs", "3", "--fp32"],
-        ["--lr", "0.1", "--decay-bias", "--bs", "1", "--seed", "5"],
+        ["--lr", "0.1", "--decay-bias", "--bs", "1", "--seed", "5", "--tile", "0"],
         ["--limit-train", "5"],
         ["--fake-data"],
     ],
