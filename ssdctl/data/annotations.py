@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError, UsageError
+from ssdctl.files import free_name
 from ssdctl.runtime.safe_text import listed
 
 SPLITS = ("train", "val", "test")
@@ -390,6 +391,20 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
         classes=[c for c in annotations.classes if c.name in chosen],
         labels=new_labels[annotations.labels],
     )
+
+
+def unique_names(names: Sequence[str], ids: Sequence[int | None], pattern: str) -> list[str]:
+    """Return distinct names in form NFC: duplicates are written with their ids."""
+    names = [nfc(name) for name in names]
+    counts = Counter(names)
+    taken = {name: 1 for name in names if counts[name] == 1}
+    pairs = zip(names, ids, strict=True)
+    return [s if counts[s] == 1 else free_name(pattern.format(s, n), taken) for s, n in pairs]
+
+
+def class_texts(classes: Sequence[ClassName]) -> list[str]:
+    """Return a distinct name for each class, such as `cat (id 2)` if two are named `cat`."""
+    return unique_names([c.name for c in classes], [c.id for c in classes], "{} (id {})")
 
 
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:

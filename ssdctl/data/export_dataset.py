@@ -12,8 +12,7 @@ import io
 import logging
 import shutil
 import struct
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -27,7 +26,8 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     annotations_of_split,
-    nfc,
+    class_texts,
+    unique_names,
 )
 from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.coco_json import document_of
@@ -37,7 +37,7 @@ from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def export_dataset(
 
 def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
     entries = next(iter(splits.values())).classes
-    names = _unique([c.name for c in entries], [c.id for c in entries], "{} (id {})")
+    names = class_texts(entries)
     classes = dict(zip(names, entries, strict=True))
     renamed = [name for name, entry in classes.items() if name != entry.name]
     if renamed and target != "coco":
@@ -120,7 +120,7 @@ def _yaml(content: dict[str, Any]) -> str:
 def _images(split: Split, rows: Iterable[int], classes: list[str]) -> Iterator[_Exported]:
     annotations = read_annotations(split.index_file)
     stems = [PurePosixPath(name).stem for name in annotations.file_names]
-    names = _unique(stems, split.image_ids.tolist(), "{}-{}")
+    names = unique_names(stems, split.image_ids.tolist(), "{}-{}")
     ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
     starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))
     for row in rows:
@@ -162,15 +162,6 @@ def _image_file(split: Split, row: int) -> tuple[bytes, str]:
 def _header(content: bytes) -> Header:
     with open_image(io.BytesIO(content)) as image:
         return read_header(image)
-
-
-def _unique(names: list[str], ids: Sequence[int | None], pattern: str) -> list[str]:
-    """Return distinct names in form NFC: duplicates are written with their ids."""
-    names = [nfc(name) for name in names]
-    counts = Counter(names)
-    taken = {name: 1 for name in names if counts[name] == 1}
-    pairs = zip(names, ids, strict=True)
-    return [s if counts[s] == 1 else free_name(pattern.format(s, n), taken) for s, n in pairs]
 
 
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:

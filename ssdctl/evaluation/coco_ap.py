@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName, class_texts
 from ssdctl.data.coco_json import Int64, coco_document, column, decode, read_content
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
@@ -136,6 +136,8 @@ def read_ground_truth(path: Path) -> Annotations:
 def ground_truth(annotations: Annotations) -> Annotations:
     """Return annotations to score against: every object that has a box, with its area.
 
+    Classes with equal names get distinct ones.
+
     Raises:
         DataError: Over 5% of the objects are of categories that the files do not list.
     """
@@ -149,7 +151,11 @@ def ground_truth(annotations: Annotations) -> Annotations:
     has_box = np.asarray(~np.isnan(annotations.boxes).any(axis=1), np.bool_)
     scored = annotations.with_objects(has_box)
     areas, (width, height) = scored.areas, scored.boxes[:, 2:].T
-    return scored._replace(areas=np.where(np.isnan(areas), width * height, areas))
+    names = zip(scored.classes, class_texts(scored.classes), strict=True)
+    return scored._replace(
+        areas=np.where(np.isnan(areas), width * height, areas),
+        classes=[ClassName(entry.id, name) for entry, name in names],
+    )
 
 
 def run_scoring(

@@ -27,7 +27,7 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 
 from ssdctl.config.sections import SaveFormat
-from ssdctl.data.annotations import ClassName, nfc
+from ssdctl.data.annotations import ClassName, class_texts, nfc
 from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
@@ -175,6 +175,10 @@ class LabelStudioWriter(Writer):
 
     names = ("tasks.json", "labels.xml")
 
+    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
+        super().__init__(folder, classes)
+        self._texts = dict(zip(classes, class_texts([*classes.values()]), strict=True))
+
     def add(self, source: ImageSource, result: Result) -> None:
         width, height = result.size
         results = []
@@ -196,7 +200,7 @@ class LabelStudioWriter(Writer):
                         "width": _percent(right - left, width),
                         "height": _percent(bottom - top, height),
                         "rotation": 0,
-                        "rectanglelabels": [d.name],
+                        "rectanglelabels": [self._texts[d.label]],
                     },
                 }
             )
@@ -210,8 +214,7 @@ class LabelStudioWriter(Writer):
         root = Path(os.path.commonpath(folders)).parent if folders else None
         tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self.entries]
         _write_json(self.folder / "tasks.json", tasks)
-        names = [c.name for c in self.classes.values()]
-        labels = "".join(f"    <Label value={quoteattr(name)}/>\n" for name in names)
+        labels = "".join(f"    <Label value={quoteattr(t)}/>\n" for t in self._texts.values())
         write_text(
             self.folder / "labels.xml",
             '<View>\n  <Image name="image" value="$image"/>\n'

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ssdctl.data.annotations import ClassName
+from ssdctl.data.annotations import ClassName, class_texts
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, msgspec_type, read_limited, reason_of, write_bytes
 from ssdctl.runtime.safe_text import html_table
@@ -158,7 +158,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     def thresholds(self, classes: Sequence[ClassName]) -> list[float | None]:
         """Return the score of the best F1 of each class; None if nothing of it was found."""
         scores = {c.name: c.best_score for c in self.per_class if c.best_f1 > 0}
-        return [scores.get(c.name) for c in classes]
+        return [scores.get(name) for name in class_texts(classes)]
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
