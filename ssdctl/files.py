@@ -406,6 +406,12 @@ def numbered(path: Path) -> Iterator[Path]:
     return (path.with_name(f"{path.name}{n or ''}") for n in itertools.count())
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a file to NAME.replaced, numbered if that exists; return the new path."""
+    names = numbered(path.with_name(f"{path.name}.replaced"))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name, else raise IntegrityError.
 

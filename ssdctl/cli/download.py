@@ -160,11 +160,13 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bo
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
-    from ssdctl.data.shapes import generate
+    from ssdctl.data.shapes import generate, refuse_others
 
     config, is_drawn, action = call.config.download, False, "would generate"
     train, val = config.images, config.val_images
-    if not dry_run:
+    if dry_run:
+        refuse_others(dest)
+    else:
         with stoppable("the dataset is incomplete"):
             is_drawn = generate(
                 dest,

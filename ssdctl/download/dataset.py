@@ -54,9 +54,9 @@ from ssdctl.files import (
     link_or_copy,
     make_dir,
     msgspec_type,
-    numbered,
     read_limited,
     safe_join,
+    set_aside,
     write_bytes,
 )
 from ssdctl.runtime.safe_text import counted, redact_url
@@ -339,9 +339,7 @@ def _others(dest: Path, record: Record, known: Sequence[Entry], progress: Progre
 
 def _set_aside(dest: Path, paths: Sequence[str]) -> None:
     for path in paths:
-        target = safe_join(dest, path)
-        names = numbered(target.with_name(f"{target.name}.replaced"))
-        target.rename(next(name for name in names if not os.path.lexists(name)))
+        set_aside(safe_join(dest, path))
     if paths:
         log.warning(
             "%s with other contents than those of the download: kept as NAME.replaced, such as %s",

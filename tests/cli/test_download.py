@@ -100,7 +100,9 @@ def test_shapes_are_generated(cli: Cli) -> None:
     result = answer(cli, *options)
     assert (result["dest"], result["train"], result["val"]) == ("data/shapes", 3, 2)
     assert len(list(Path("data/shapes/train2017").iterdir())) == 3
-    assert Path("data/shapes/annotations/instances_val2017.json").is_file()
+    (annotations := Path("data/shapes/annotations/instances_val2017.json")).unlink()
+    annotations.write_text("{}")
+    assert cli("download", *options, "--dry-run")[0] == 2
 
 
 def test_a_signal_ends_it_with_75_and_the_next_run_resumes(server: Server, cli: Cli) -> None:

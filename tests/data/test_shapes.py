@@ -71,6 +71,19 @@ def test_a_complete_dataset_is_not_drawn_again(tmp_path: Path) -> None:
     assert image.read_bytes() != before
 
 
+def test_changed_labels_are_kept(tmp_path: Path) -> None:
+    generate(tmp_path, num_train=2, num_val=1)
+    path = tmp_path / "annotations/instances_train2017.json"
+    document = json.loads(path.read_bytes())
+    document["annotations"][0]["bbox"][0] += 1
+    path.write_text(json.dumps(document))
+    for num_train, num_val in ((2, 1), (3, 2)):  # complete, then drawn again
+        generate(tmp_path, num_train=num_train, num_val=num_val)
+    replaced = path.with_name(f"{path.name}.replaced")
+    assert json.loads(replaced.read_bytes()) == document
+    assert len(list(path.parent.iterdir())) == 3
+
+
 def test_an_interrupted_generation_leaves_no_labels_of_other_images(tmp_path: Path) -> None:
     generate(tmp_path, num_train=3, num_val=2, seed=1)
 
