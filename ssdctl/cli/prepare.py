@@ -91,6 +91,8 @@ def _close(call: Call, outcome: Outcome) -> None:
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
     store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
     tile = f" --tile {call.config.data.tile}" if call.config.data.tile else ""
+    if "data.tile_overlap" in call.config.explicit_settings():
+        tile += f" --tile-overlap {call.config.data.tile_overlap:g}"
     command = f"ssdctl train --data {quoted(outcome.root)}{store}{tile}"
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ssdctl.data import TOML, index, prepare_command, usual_store
+from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
@@ -99,7 +99,8 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
     if name == "train":
         remedy += ", or read a file as training images: --data FILE"
     if name == "val":
-        remedy += f", or create one with `{prepare_command(root, None, '--split', '0.9')}`"
+        command = index.again_command(root, usual_store(root), "--split", "0.9")
+        remedy += f", or create one with `{command}`"
     raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
 
 
@@ -115,7 +116,7 @@ def warning_without_validation(root: Path, folder: Path) -> str:
     """Return a warning that a dataset has no validation split, with the command that makes one."""
     return (
         f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
-        f"images: {prepare_command(root, folder, '--split', '0.9')}"
+        f"images: {index.again_command(root, folder, '--split', '0.9')}"
     )
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.config import PrepareConfig
+from ssdctl.data import STORE_NAME, prepare_command, usual_store
 from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion
 from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
@@ -111,8 +113,29 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
 def require_metadata(path: Path) -> Metadata:
     metadata = read_metadata(path.parent, path.stem.removeprefix("index-"))
     if metadata is None:
-        raise DataError(f"{path}: no index; run ssdctl prepare")
+        raise DataError(f"{path}: no index", hint=repair_command(path.parent))
     return metadata
+
+
+def packing_options(stored: Metadata | PrepareConfig) -> list[str]:
+    """Return the options on images that the next `prepare` does not remember."""
+    is_packed = stored.packed if isinstance(stored, Metadata) else stored.pack
+    options = ["--no-pack"] * (not is_packed)
+    options += [] if stored.shrink is None else ["--shrink", str(stored.shrink)]
+    return options + ([] if stored.encoding == "jpeg" else ["--encoding", stored.encoding])
+
+
+def again_command(root: Path, folder: Path, *options: str) -> str:
+    """Return the command that prepares a dataset as its store was, with more options."""
+    stored = next((m for s in SPLITS if (m := read_metadata(folder, s)) is not None), None)
+    return prepare_command(root, folder, *(packing_options(stored) if stored else ()), *options)
+
+
+def repair_command(folder: Path) -> str:
+    """Return the command that writes a store again; with DIR if its dataset is not known."""
+    named = Path(str(folder).removesuffix(f".{STORE_NAME}"))
+    roots = [root for root in (folder.parent, named) if usual_store(root) == folder]
+    return again_command([*roots, Path("DIR")][0], folder, "--force")
 
 
 def read_made(folder: Path) -> Made | None:
@@ -310,7 +333,7 @@ def read_objects(
 
 def damaged(path: Path, problem: object) -> DataError:
     return DataError(
-        f"{path}: not a readable part of a store: {problem}", hint="run ssdctl prepare --force"
+        f"{path}: not a readable part of a store: {problem}", hint=repair_command(path.parent)
     )
 
 

@@ -28,6 +28,7 @@ from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.image_files import changed_images, require_image_folder
+from ssdctl.data.index import again_command
 from ssdctl.data.prepare import config_of, has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
@@ -54,9 +55,10 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         DiskError: The store cannot be written.
     """
     options = config.prepare
-    if options.encoding == "raw" and not options.pack:
+    packing = {"--encoding raw": options.encoding == "raw", "--shrink": options.shrink}
+    if not options.pack and (unused := [name for name, value in packing.items() if value]):
         raise UsageError(
-            "--encoding raw with --no-pack: decoded pixels exist only in a packed store",
+            f"{unused[0]} with --no-pack: it applies only to packed images",
             hint="leave out one of the two",
         )
     require_dataset(config.data)
@@ -80,6 +82,8 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         options = msgspec.structs.replace(
             options, verify_images=True, keep_damaged=chosen.keep_damaged
         )
+    if options.keep_damaged and not options.verify_images:
+        raise UsageError("--keep-damaged finds no image by itself", hint="add --verify-images")
     with _errors_of_last_time(root, folder, kept):
         return prepare(
             root,
@@ -142,9 +146,13 @@ def open_dataset(
     require_root(root)
     changed = _changes(root, folder)
     if changed:
-        log.info("indexing %s again, as `%s` does", root, prepare_command(root, folder))
+        log.info("indexing %s again, as `%s` does", root, again_command(root, folder))
     elif changed is None:
-        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+        log.info(
+            "%s is not prepared yet: checking it, as `%s` does",
+            root,
+            prepare_command(root, folder, "--no-pack"),
+        )
     elif is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
     if changed is None or changed:
@@ -195,7 +203,7 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
         raise DataError(
             f"{images_dir}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
-            hint="put them back, or run ssdctl prepare again with the same options",
+            hint=f"put them back, or prepare it again: {again_command(root, folder)}",
         )
 
 

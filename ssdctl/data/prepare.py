@@ -355,15 +355,17 @@ def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
 
 def _refuse_to_replace(store: _Store) -> NoReturn:
     root, folder, config = store.root, store.folder, store.config
-    options = [] if config.shrink is None else ["--shrink", str(config.shrink)]
-    options += [] if config.encoding == "jpeg" else ["--encoding", config.encoding]
-    options += ["--verify-images"] * config.verify_images + ["--keep-damaged"] * config.keep_damaged
     made = index.read_made(folder)
     problem = "its packed images are not those of the dataset any more"
     if made is None:
         problem = "its packed images have no index: prepare was interrupted or refused"
-    command = prepare_command(root, folder, *options)
+    command = prepare_command(root, folder, *_image_options(config))
     raise DataError(f"{folder}: {problem}", hint=f"only prepare replaces them: {command}")
+
+
+def _image_options(config: PrepareConfig) -> list[str]:
+    checks = ["--verify-images"] * config.verify_images + ["--keep-damaged"] * config.keep_damaged
+    return [*index.packing_options(config), *checks]
 
 
 def _prepare_split(
@@ -412,7 +414,9 @@ def _prepare_split(
     )
     refuse_empty(report, annotations.origin)
     if not store.config.allow_dropped:
-        refuse_dropped(report, annotations.origin, num_boxes)
+        options = [*_image_options(store.config), *filter(None, [str(dataset.conversion)])]
+        command = prepare_command(store.root, store.folder, *options, "--allow-dropped")
+        refuse_dropped(report, annotations.origin, num_boxes, command)
     return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
 
 

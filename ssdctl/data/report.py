@@ -190,8 +190,8 @@ def refuse_empty(report: SplitReport, origin: Path) -> None:
     )
 
 
-def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int) -> None:
-    """Refuse a split that loses too many of its images or boxes, with the reasons counted."""
+def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int, command: str) -> None:
+    """Refuse a split that loses too many of its images or boxes; `command` accepts the loss."""
     reasons = _dropped(report)
     num_images = sum(f.kind == DROPPED_IMAGE for f in report.findings)
     dropped_boxes = reasons.total() - num_images
@@ -203,7 +203,7 @@ def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int) -> None:
         f"{dropped_boxes:,} of {num_boxes:,} boxes are dropped: "
         f"{', '.join(f'{count:,} x {reason}' for reason, count in reasons.items())}",
         hint=f"for example image {example.image_id}, {example.detail}; over {MAX_DROPPED:.0%} is "
-        "not accepted: fix the files, or accept the loss with ssdctl prepare --allow-dropped",
+        f"not accepted: fix the files, or accept the loss: {command}",
     )
 
 

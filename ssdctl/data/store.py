@@ -223,7 +223,8 @@ class PackedImages:
         start, end = self._spans[row].tolist()
         if start == end:
             raise DataError(
-                f"{self.location(row)}: has no image", hint="run ssdctl prepare --force"
+                f"{self.location(row)}: has no image",
+                hint=index.repair_command(self._shard(row).path.parent),
             )
         return self._shard(row), start, end
 
@@ -231,7 +232,7 @@ class PackedImages:
         if not is_complete:
             raise DiskError(
                 f"{path}: the file was truncated while it was in use, or its disk cannot be read",
-                hint="run ssdctl prepare --force, then the same command again",
+                hint=f"run {index.repair_command(path.parent)}, then the same command again",
             )
 
     def location(self, row: int) -> str:

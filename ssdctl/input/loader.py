@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels, thread_buffer
+from ssdctl.data.index import repair_command
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.device import pageable_buffer
 from ssdctl.errors import DataError, DiskError
@@ -94,8 +95,8 @@ class TrainLoader:
         raise DataError(
             f"{len(tried)} images in a row cannot be decoded, the first {split.location(bad)}: "
             f"{problem}",
-            hint="check that the dataset's disk is mounted; `ssdctl prepare --force` checks every "
-            "image",
+            hint="check that the dataset's disk is mounted; `"
+            f"{repair_command(split.index_file.parent)}` checks every image",
         )
 
 

@@ -143,5 +143,5 @@ class BadImages:
             raise DataError(
                 f"{count} images could not be decoded, the limit is {self._limit}; "
                 "the bad_image events in metrics.jsonl name them",
-                hint="fix the dataset; ssdctl prepare --force then checks every image",
+                hint="fix the dataset; ssdctl prepare --data DIR --force then checks every image",
             )

@@ -30,6 +30,8 @@ MISTAKES = [
     ("prepare --data dataset --classes bal", 2, "did you mean 'ball'"),
     ("prepare --data dataset --from yolo", 3, "not YOLO"),
     ("prepare --data dataset --shrink 100", 2, "--shrink"),
+    ("prepare --data dataset --shrink 300 --no-pack", 2, "--shrink"),
+    ("prepare --data dataset --keep-damaged", 2, "--verify-images"),
     ("prepare --data dataset --store text.pt/x", 6, "--store"),
     ("download --dest data --verify --dry-run", 2, "--dry-run"),
     ("download --dest data --part val --manifest m.toml", 2, "--part"),

@@ -99,8 +99,9 @@ def test_a_damaged_store_is_refused_and_written_again(dataset: Path, store: Path
         open_split(dataset, store, "train")
     index.write_bytes(b"spoiled")
     assert not is_prepared(dataset, store)
-    with pytest.raises(DataError, match=index.name):
+    with pytest.raises(DataError, match=index.name) as raised:
         open_split(dataset, store, "train")
+    assert str(raised.value.hint).endswith(f"--store {store} --force")
     assert not prepare(dataset, store).unchanged
     image = dataset / "train2017/000000000001.jpg"
     assert open_split(dataset, store, "train").read(0) == image.read_bytes()

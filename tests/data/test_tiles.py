@@ -141,6 +141,8 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
         assert choose_tiling(last[0], ssdctl.configure(data=chosen)) == expected
     for command in ("prepare", "train", "launch --dry-run"):
         assert cli(*command.split(), "--data", shapes, "--tile-overlap", 0.1).code == 2
+    chosen = ("--tile", 128, "--tile-overlap", 0.3)
+    cli("prepare", "--data", shapes, *chosen).expect(0, " ".join(map(str, chosen)))
     with pytest.raises(UsageError, match="there are no tiles"):
         choose_tiling(last[0], ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
     assert all(torch.equal(last[0].model[name], last[1].model[name]) for name in last[0].model)

@@ -21,8 +21,9 @@ def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
     for command in ((*train, "--dry-run"), ("prepare", "--data", dataset), train):
         cli(*command).expect(0, "no validation split", f"ssdctl prepare --data {dataset} --split")
     cli("evaluate", "run/checkpoints/last.pt", "--device", "cpu").expect(3, "has no split val")
-    assert cli("prepare", "--data", dataset, "--store", "s", "--classes", "ball").code == 0
-    advised = f"ssdctl prepare --data {dataset} --store s --split 0.9"
+    shrink = ("--shrink", 300)
+    assert cli("prepare", "--data", dataset, "--store", "s", "--classes", "ball", *shrink).code == 0
+    advised = f"ssdctl prepare --data {dataset} --store s --shrink 300 --split 0.9"
     assert advised in cli("train", "--data", dataset, "--store", "s", "--dry-run").err
     assert cli(*advised.split()[1:]).code == 0  # the index remembers --classes
     assert cli("train", "--data", dataset, "--store", "s", "--dry-run").out.count("1 class: ball")

@@ -358,9 +358,9 @@ def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli:
     exports.flat_coco(tmp_path)
     with exports.edited(tmp_path / "result.json") as content:
         content["annotations"][0]["bbox"] = [0, 0, 0, 5]
-    error = refused(cli, "prepare", "--data", tmp_path)
+    error = refused(cli, "prepare", "--data", tmp_path, "--shrink", 300, "--from", "coco")
     assert "no size" in error
-    assert "--allow-dropped" in error
+    assert f"--data {tmp_path} --shrink 300 --from coco --allow-dropped" in error
     prepared(cli, tmp_path, "--allow-dropped")
 
 
