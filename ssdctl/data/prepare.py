@@ -70,7 +70,7 @@ from ssdctl.data.image_check import (
     check_images,
     verified,
 )
-from ssdctl.data.image_files import FingerprintColumns, changed_images
+from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes
 from ssdctl.data.report import (
     Outcome,
     SplitReport,
@@ -296,12 +296,9 @@ def _unchanged_outcome(
             return None
         if not _fits(metadata, folder, config):
             return None
-        # With a packed store the images may be gone; those that exist must be unchanged.
-        images_dir = image_folder(root, metadata)
-        if images_dir.is_dir() or not config.pack:
-            images = index.read_images(folder, split)
-            if changed_images(images_dir, images.names, images.fingerprints):
-                return None
+        images_dir, images = image_folder(root, metadata), index.read_images(folder, split)
+        if _have_changed(images_dir, metadata, images, file_sizes(images_dir, images.names)):
+            return None
     # The folder may have been moved or copied since.
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
 
@@ -508,13 +505,19 @@ def _hash(names: Iterable[str]) -> str:
     return hashlib.sha256(os.fsencode("\0".join(names))).hexdigest()
 
 
+def _have_changed(
+    folder: Path, metadata: index.Metadata, known: index.IndexedImages, num_bytes: list[int | None]
+) -> bool:
+    """Return whether images changed; those of a packed store may have been deleted."""
+    there = [row for row, size in enumerate(num_bytes) if size is not None or not metadata.packed]
+    recorded = FingerprintColumns(*(column[there] for column in known.fingerprints))
+    return bool(changed_images(folder, [known.names[row] for row in there], recorded))
+
+
 def _known_images(
     store: _Store, split: str, images: Annotations, num_bytes: list[int | None]
 ) -> CheckedImages | None:
-    """Return what the split's index knows of the same images, so that new labels pack none again.
-
-    Packed images may have been deleted; those that exist must be unchanged.
-    """
+    """Return what the index knows of the same images, so that new labels pack none again."""
     folder = store.folder
     metadata, outcome = index.read_metadata(folder, split), read_report(folder)
     if store.force or metadata is None or outcome is None:
@@ -528,9 +531,7 @@ def _known_images(
         return None  # damaged
     if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
         return None
-    there = [row for row, size in enumerate(num_bytes) if size is not None or not metadata.packed]
-    recorded = FingerprintColumns(*(column[there] for column in known.fingerprints))
-    if changed_images(images.folder, [known.names[row] for row in there], recorded):
+    if _have_changed(images.folder, metadata, known, num_bytes):
         return None
     new_ids = dict(zip(known.ids.tolist(), images.image_ids.tolist(), strict=True))
     findings = [

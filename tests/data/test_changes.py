@@ -1,5 +1,6 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
+import contextlib
 import io
 import os
 import shutil
@@ -51,6 +52,23 @@ def test_a_touched_file_is_the_same_and_an_edited_one_is_named(
     open_dataset(root, store)
     assert used.name in "".join(caplog.messages)
     assert is_prepared(root, store)
+
+
+@pytest.mark.parametrize("export", FORMATS)
+def test_a_packed_store_needs_no_images(tmp_path: Path, export: Callable[[Path], Path]) -> None:
+    root, store = tmp_path / "data", tmp_path / "store"
+    export(root)
+    prepare(root, store)
+    packed = shards(store)
+    images = [p for p in root.rglob("*") if p.suffix in (".jpg", ".jpeg", ".png")]
+    for path in images:
+        path.unlink()
+        assert prepare(root, store).unchanged
+    for folder in {path.parent for path in images}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # unless it has labels
+    assert prepare(root, store).unchanged
+    assert shards(store) == packed
 
 
 def test_labels_after_many_others_are_compared(tmp_path: Path) -> None:
