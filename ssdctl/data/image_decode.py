@@ -18,6 +18,7 @@ import io
 import os
 import struct
 import threading
+import zlib
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -39,6 +40,7 @@ Pixels = NDArray[np.uint8]
 ImageLike = Any
 MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
 MAX_FILE_BYTES = 1 << 30
+PNG_TAIL_BYTES = 1 << 17  # at the end of a PNG, where EXIF data may be
 COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
 # Not EPS, which runs Ghostscript, nor formats that need another program or hold no pixels.
 OTHER_FORMATS = (
@@ -299,21 +301,35 @@ def apply_orientation(pixels: Pixels, orientation: int) -> Pixels:
 
 def _orientation(image: Image.Image) -> int:
     metadata = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
-    if image.format == "PNG" and metadata.isdisjoint(image.info):
-        return 1  # Pillow would decode all pixels to look for EXIF data behind them
     try:
-        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        if image.format == "PNG" and metadata.isdisjoint(image.info):
+            exif = Image.Exif()  # Pillow would decode all pixels to look behind them
+            exif.load(_exif_after_pixels(image.fp))
+        else:
+            exif = image.getexif()
+        orientation = int(exif.get(ExifTags.Base.Orientation, 1))
     except Exception:  # broken metadata: the pixels may be intact
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
 
+def _exif_after_pixels(file: IO[bytes] | None) -> bytes:
+    """Return the EXIF data near the end of a PNG, where ImageMagick writes it; empty if none."""
+    if file is None:  # the pixels are loaded, and what is behind them
+        return b""
+    position = file.tell()
+    start = max(file.seek(0, os.SEEK_END) - PNG_TAIL_BYTES, 0)
+    file.seek(start)
+    before, name, after = file.read().rpartition(b"eXIf")
+    file.seek(position)
+    size = int.from_bytes(before[-4:], "big")
+    data, checksum = after[:size], int.from_bytes(after[size : size + 4], "big")
+    return data if zlib.crc32(name + data) == checksum else b""
+
+
 def _decode_by_pillow(content: Any, size: tuple[int, int] | None, upright: bool) -> Pixels:
     with open_image(io.BytesIO(content)) as image:
         header = read_header(image)
-        if size is None and header.format == "PNG":
-            image.load()  # EXIF data may be behind the pixels; datasets go by the header
-            header = header._replace(orientation=_orientation(image))
         orientation = header.orientation_for(size, upright)
         pixels = _to_rgb(image)
     if header.format != "TIFF":

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from data.samples import by_pillow, encoded, png
+from data.samples import by_pillow, encoded, png, with_exif_last
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
@@ -137,6 +137,14 @@ def test_turned_and_shrunk(tmp_path: Path) -> None:
     result = checked(tmp_path, encoded(large, turn=6), PrepareConfig(shrink=300), (600, 800))
     with opened(result.image) as image:
         assert image.size == (300, 400)
+
+
+def test_exif_data_behind_the_pixels_of_a_large_png(tmp_path: Path) -> None:
+    content = with_exif_last(encoded(RGB.resize((400, 300)), "PNG", 6))
+    for config in ALL:
+        result = checked(tmp_path, content, config, (300, 400))
+        assert result.problem is None
+        assert "upright" in str(result.note)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

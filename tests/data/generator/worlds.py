@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 import numpy as np
+from data.samples import with_exif_last
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
@@ -166,7 +167,7 @@ def paint(picture: Picture, *, is_decoy: bool = False, is_small: bool = False) -
         image.save(buffer, "JPEG", quality=100, subsampling=0, **options)
     else:
         image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return with_exif_last(buffer.getvalue()) if picture.gray % 32 == 8 else buffer.getvalue()
 
 
 @cache
