@@ -304,7 +304,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         if image.format == "PNG" and metadata.isdisjoint(image.info):
             exif = Image.Exif()  # Pillow would decode all pixels to look behind them
-            exif.load(_exif_after_pixels(image.fp))
+            exif.load(_exif_after_pixels(getattr(image, "fp", None)))
         else:
             exif = image.getexif()
         orientation = int(exif.get(ExifTags.Base.Orientation, 1))

@@ -125,7 +125,11 @@ def size_or_none(path: Path, *, upright: bool = False) -> tuple[int, int]:
 
 
 def changed_images(
-    folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
+    folder: Path,
+    names: Sequence[str],
+    fingerprints: FingerprintColumns,
+    *,
+    may_be_gone: bool = False,
 ) -> list[str]:
     """Return the files that are missing or changed; those whose time differs are opened."""
     base = str(folder)
@@ -138,6 +142,8 @@ def changed_images(
             if status.st_size != num_bytes:
                 return False
             return status.st_mtime_ns == modified_ns or _sketch(path, num_bytes) == sketch
+        except FileNotFoundError:
+            return may_be_gone
         except (OSError, ValueError):  # a name with a null byte
             return False
 

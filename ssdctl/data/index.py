@@ -74,6 +74,7 @@ class Made(msgspec.Struct, frozen=True):
     sources: str  # the file of the store that lists the files they were read from
     splits: list[str]
     version: str  # ssdctl's
+    root: str  # the dataset, an absolute path
     division: str | None = None  # the key of a `Division`
 
 
@@ -133,9 +134,9 @@ def again_command(root: Path, folder: Path, *options: str) -> str:
 
 def repair_command(folder: Path) -> str:
     """Return the command that writes a store again; with DIR if its dataset is not known."""
-    named = Path(str(folder).removesuffix(f".{STORE_NAME}"))
+    named, made = Path(str(folder).removesuffix(f".{STORE_NAME}")), last_made(folder)
     roots = [root for root in (folder.parent, named) if usual_store(root) == folder]
-    return again_command([*roots, Path("DIR")][0], folder, "--force")
+    return again_command([*roots, Path(made.root if made else "DIR")][0], folder, "--force")
 
 
 def read_made(folder: Path) -> Made | None:
@@ -149,6 +150,16 @@ def last_made(folder: Path) -> Made | None:
     """Return how a store was made the last time, even if it is incomplete by now."""
     found = (m.made for split in SPLITS if (m := read_metadata(folder, split)) is not None)
     return next(found, None)
+
+
+def is_complete(file: Path) -> bool:
+    """Return whether an Arrow file is there, and was not cut."""
+    try:
+        with pa.OSFile(str(file)) as source:
+            pa.ipc.open_file(source)
+    except READ_ERRORS:
+        return False
+    return True
 
 
 def read_annotations(index: Path) -> Annotations:

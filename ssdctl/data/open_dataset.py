@@ -31,7 +31,7 @@ from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.index import again_command
 from ssdctl.data.prepare import config_of, has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
-from ssdctl.data.sources import changes, is_prepared
+from ssdctl.data.sources import changes, is_prepared, other_dataset, refuse_store_of_another
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
@@ -65,7 +65,8 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
     given = Conversion(source, options.split, options.classes, options.image_dir, options.group)
-    last = msgspec.structs.asdict(_last(root, folder))
+    is_replaced = force and other_dataset(root, folder) is not None
+    last = msgspec.structs.asdict(AUTOMATIC if is_replaced else _last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     conversion = msgspec.structs.replace(given, **remembered)
     if given.group is not None and conversion.split is None:
@@ -75,7 +76,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         )
     if kept := Conversion(**remembered):
         log.info("using the options of the last time: %s; other ones replace them", kept)
-    stored = config_of(folder)
+    stored = None if is_replaced else config_of(folder)
     if stored and stored.verify_images and not config.is_chosen("prepare.verify_images"):
         log.info("decoding every image completely, as the last time: --no-verify-images ends it")
         chosen = options if config.is_chosen("prepare.keep_damaged") else stored
@@ -166,6 +167,7 @@ def open_dataset(
 
 def _changes(root: Path, folder: Path) -> list[str] | None:
     """Return what changed since a dataset was prepared, with a warning; None: it never was."""
+    refuse_store_of_another(root, folder)
     made = index.read_made(folder)
     changed = None if made is None else changes(root, folder, made)
     if changed:

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple, NoReturn
 
 import msgspec
@@ -70,7 +70,7 @@ from ssdctl.data.image_check import (
     check_images,
     verified,
 )
-from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes
+from ssdctl.data.image_files import changed_images, file_sizes
 from ssdctl.data.report import (
     Outcome,
     SplitReport,
@@ -86,6 +86,7 @@ from ssdctl.data.sources import (
     contents_of,
     label_files,
     note_unlisted,
+    refuse_store_of_another,
     unlisted_images,
     versions_of,
     write_sources,
@@ -105,6 +106,7 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.progress import Progress, without_progress
+from ssdctl.runtime.safe_text import counted
 
 log = logging.getLogger(__name__)
 REPORT = "report.json"
@@ -148,8 +150,10 @@ def prepare(
             config = msgspec.structs.replace(config, pack=False)
     if not config.pack:
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
-    if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
-        return outcome  # without the lock: the folder may be read-only
+    if not force:
+        refuse_store_of_another(root, folder)
+        if outcome := _unchanged_outcome(root, folder, config, conversion):
+            return outcome  # without the lock: the folder may be read-only
     dataset = _read(root, folder, conversion, is_remembered=is_remembered)
     is_new = not folder.exists()
     _make_store_dir(folder)  # not earlier: nothing may be wrong
@@ -226,10 +230,17 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     """Check all splits, then write their indexes: if one is refused, the old store remains."""
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
-    known = {s: _known_images(store, s, *dataset.splits[s]) for s in splits}
+    known = {s: _known_images(store, s, dataset.splits[s][0]) for s in splits}
     replaces = store.keep_images and _replaces_images(folder, known)
     if replaces and index.read_made(folder):
         _refuse_to_replace(store)
+    if not store.force and (lost := _lost_images(store, dataset, known)):
+        command = prepare_command(store.root, folder, *_image_options(store.config), "--force")
+        raise DataError(
+            f"{folder}: would lose {counted(len(lost), 'packed image')} that have labels, but no "
+            f"file any more, such as {lost[0]}",
+            hint=f"put the files back; or {command}",
+        )
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
         prepared[split] = _prepare_split(store, split, dataset, known[split], prepared)
@@ -241,6 +252,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         write_sources(folder, dataset.sources),
         splits,
         __version__,
+        str(store.root.absolute()),
         dataset.division,
     )
     with contextlib.ExitStack() as published:  # together, as late as possible
@@ -296,8 +308,7 @@ def _unchanged_outcome(
             return None
         if not _fits(metadata, folder, config):
             return None
-        images_dir, images = image_folder(root, metadata), index.read_images(folder, split)
-        if _have_changed(images_dir, metadata, images, file_sizes(images_dir, images.names)):
+        if _have_changed(image_folder(root, metadata), metadata, index.read_images(folder, split)):
             return None
     # The folder may have been moved or copied since.
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
@@ -310,7 +321,7 @@ def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool
         return False
     if metadata.verified != verified(config):
         return False
-    return all((folder / shard.file).is_file() for shard in metadata.shards)
+    return all(index.is_complete(folder / shard.file) for shard in metadata.shards)
 
 
 def config_of(folder: Path) -> PrepareConfig | None:
@@ -337,9 +348,8 @@ def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> 
         return
     config = config_of(folder) or PACKED
     store = _Store(root, folder, config, force=False, keep_images=True, progress=without_progress)
-    if _replaces_images(
-        folder, {s: _known_images(store, s, *found) for s, found in splits.items()}
-    ):
+    known = {s: _known_images(store, s, found) for s, (found, _) in splits.items()}
+    if _replaces_images(folder, known):
         _refuse_to_replace(store)
 
 
@@ -348,6 +358,25 @@ def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
     made = index.read_made(folder)
     gone = set[str]() if made is None else {*made.splits} - known.keys()
     return has_packed_images(folder) and (None in known.values() or bool(gone))
+
+
+def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
+    """Return packed images whose files are gone and whose labels are not, of splits whose images
+    are not `known`."""
+    stems = {PurePosixPath(name).stem for name in dataset.sources.names}
+    listed = {name for images, _ in dataset.splits.values() for name in images.file_names}
+    lost: list[str] = []
+    for split in SPLITS:
+        metadata = index.read_metadata(store.folder, split)
+        if metadata is None or not metadata.packed or known.get(split):
+            continue
+        with contextlib.suppress(DataError):  # damaged
+            images = index.read_images(store.folder, split)
+            sizes = file_sizes(image_folder(store.root, metadata), images.names)
+            files = zip(images.names, sizes, images.is_usable, strict=True)
+            gone = [name for name, size, is_usable in files if is_usable and size is None]
+            lost += [name for name in gone if name in listed or PurePosixPath(name).stem in stems]
+    return lost
 
 
 def _refuse_to_replace(store: _Store) -> NoReturn:
@@ -505,18 +534,13 @@ def _hash(names: Iterable[str]) -> str:
     return hashlib.sha256(os.fsencode("\0".join(names))).hexdigest()
 
 
-def _have_changed(
-    folder: Path, metadata: index.Metadata, known: index.IndexedImages, num_bytes: list[int | None]
-) -> bool:
+def _have_changed(folder: Path, metadata: index.Metadata, known: index.IndexedImages) -> bool:
     """Return whether images changed; those of a packed store may have been deleted."""
-    there = [row for row, size in enumerate(num_bytes) if size is not None or not metadata.packed]
-    recorded = FingerprintColumns(*(column[there] for column in known.fingerprints))
-    return bool(changed_images(folder, [known.names[row] for row in there], recorded))
+    is_packed = metadata.packed
+    return bool(changed_images(folder, known.names, known.fingerprints, may_be_gone=is_packed))
 
 
-def _known_images(
-    store: _Store, split: str, images: Annotations, num_bytes: list[int | None]
-) -> CheckedImages | None:
+def _known_images(store: _Store, split: str, images: Annotations) -> CheckedImages | None:
     """Return what the index knows of the same images, so that new labels pack none again."""
     folder = store.folder
     metadata, outcome = index.read_metadata(folder, split), read_report(folder)
@@ -531,7 +555,7 @@ def _known_images(
         return None  # damaged
     if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
         return None
-    if _have_changed(images.folder, metadata, known, num_bytes):
+    if _have_changed(images.folder, metadata, known):
         return None
     new_ids = dict(zip(known.ids.tolist(), images.image_ids.tolist(), strict=True))
     findings = [

@@ -10,6 +10,7 @@ The index has the fingerprints of the listed images.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import TOML, index
+from ssdctl.data import TOML, index, prepare_command, usual_store
 from ssdctl.data.annotations import Resolved, relative_folder, root_folder
 from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
-from ssdctl.errors import SsdctlError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
     is_utf8,
@@ -194,6 +195,30 @@ def read_sources(path: Path) -> Sources:
     return Sources(
         names[labels], num_bytes[labels], modified_ns[labels], content[labels], unlisted, division
     )
+
+
+def other_dataset(root: Path, store: Path) -> Path | None:
+    """Return the dataset that a store was made of if it is not `root`, its copy, or gone."""
+    made = index.last_made(store)
+    if made is None or store == usual_store(root):
+        return None
+    last, folder = Path(made.root), root_folder(root)
+    if not last.exists() or os.path.realpath(root_folder(last)) == os.path.realpath(folder):
+        return None
+    with contextlib.suppress(DataError):
+        has_labels = any((folder / name).exists() for name in read_sources(store / made.sources)[0])
+        return None if has_labels and not changes(root, store, made) else last
+    return last
+
+
+def refuse_store_of_another(root: Path, store: Path) -> None:
+    """Raise UsageError if a store, which is to be written, is of another dataset."""
+    if (other := other_dataset(root, store)) is not None:
+        command = prepare_command(root, store, "--force")
+        raise UsageError(
+            f"--store {store}: is the store of {other}",
+            hint=f"choose another folder; {command} replaces it",
+        )
 
 
 def is_prepared(root: Path, folder: Path) -> bool:

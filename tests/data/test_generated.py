@@ -157,13 +157,17 @@ def shows(pixels: np.ndarray, center: tuple[float, float], color: np.ndarray) ->
     return bool(np.abs(pixels[y, x].astype(int) - color).max() <= COLOR_DISTANCE)
 
 
+def gray_of(split: Split, row: int) -> int:
+    """Return the background of an image, which identifies it."""
+    return int(np.rint((split.decode(row)[1, 1].astype(int).mean() - 8) / 16)) * 16 + 8
+
+
 def check_pixels(split: Split, pictures: Collection[Picture], tolerance: float) -> None:
     """Every image is one of the pictures, as it is annotated, and each object is under its box."""
     by_gray = {picture.gray: picture for picture in pictures}
     found = []
     for row in np.nonzero(split.usable)[0]:
-        pixels = split.decode(row)
-        gray = int(np.rint((pixels[1, 1].astype(int).mean() - 8) / 16)) * 16 + 8
+        pixels, gray = split.decode(row), gray_of(split, row)
         picture = by_gray.get(gray)
         assert picture is not None, f"an image with the background {gray}"
         found.append(gray)
@@ -189,8 +193,7 @@ def check_batches(split: Split, pictures: Collection[Picture], augment: str) -> 
     for batch in TrainLoader(split, config).batches(0, 1 + len(split.trainable) // 4):
         parts = batch.images.numpy(), batch.boxes.numpy(), batch.labels.tolist(), batch.rows
         for pixels, boxes, labels, row in zip(*parts, strict=True):
-            whole = split.decode(int(row))[1, 1].astype(int).mean()
-            picture = by_gray[int(np.rint((whole - 8) / 16)) * 16 + 8]
+            picture = by_gray[gray_of(split, int(row))]
             colors = [(t.name, picture.shade(t.color)) for t in picture.things]
             for box, label in zip(boxes * 300, labels, strict=True):
                 if label and min(box[2:] - box[:2]) > 8:
@@ -436,6 +439,25 @@ def check_world(world: World, folder: Path) -> None:
         for file in filter(Path.is_file, tree.root.rglob("*.*")):
             file.unlink()
         check_edit(world, write(world, tree.root), store)
+        check_lost_file(world, tree, folder / "again")
+
+
+def check_lost_file(world: World, tree: Tree, store: Path) -> None:
+    """The packed copy of an image whose file is lost is kept, even if other labels change."""
+
+    def packed() -> list[int]:
+        splits = open_splits(tree.data, store).values()
+        return sorted(gray_of(s, int(row)) for s in splits for row in np.nonzero(s.usable)[0])
+
+    config = PrepareConfig(allow_dropped=True)
+    prepare(rewrite(world, tree).data, store, config)
+    before, new = packed(), rewrite(edited(world._replace(edit="move a box")) or world, tree)
+    lost = [path for path, picture in new.images.items() if picture.things][-1]
+    (tree.root / lost).unlink(missing_ok=True)
+    note(f"then {lost} is lost, a box moved, and the dataset prepared again")
+    with contextlib.suppress(SsdctlError):
+        prepare(tree.data, store, config)
+    assert packed() == before
 
 
 def check_outcome(world: World, tree: Tree, store: Path, outcome: Outcome) -> None:

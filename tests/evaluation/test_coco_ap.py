@@ -120,7 +120,7 @@ def index_of(path: Path) -> Path:
     part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
     usable, versions = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
-    made = Made("coco", Conversion(), "", ["val"], "")
+    made = Made("coco", Conversion(), "", ["val"], "", "")
     metadata = Metadata(
         format=5,
         packed=False,
