@@ -246,8 +246,8 @@ class TrainConfig(Section, frozen=True):
         False
     )
     seed: Annotated[NonNegativeInt, _run("Seed of data order, augmentation and weights")] = 0
-    accumulate: Annotated[
-        Count, _recipe("Batches per optimizer step; multiplies the global batch")
+    accumulate: Annotated[  # a step's batches are in memory together
+        int, _recipe("Batches per optimizer step; multiplies the global batch", ge=1, le=1024)
     ] = 1
     ema: Annotated[
         float,
