@@ -295,7 +295,7 @@ def unpack(
     """Unpack `archive` into `dest`. The caller holds a lock.
 
     `owners` are the files that belong to other archives: path -> its archive, and what it is.
-    `known` are files of an earlier version, which are replaced; others are set aside.
+    `known` are files of an earlier version, which are replaced or removed; others are set aside.
 
     Raises:
         IntegrityError: It is cut, broken, unsafe, too large for its size, has another number of
@@ -317,6 +317,8 @@ def unpack(
         with disk_errors(dest, "writing"):
             _set_aside(dest, _others(dest, record, known, progress))
             _publish(temporary, dest)
+            stale = [entry for entry in known if entry.path not in owners]
+            _remove_stale(dest, record, stale, progress)
     except BROKEN_ZIP as error:
         raise _broken(archive, temporary, error) from error
     finally:
@@ -326,15 +328,28 @@ def unpack(
 
 def _others(dest: Path, record: Record, known: Sequence[Entry], progress: Progress) -> list[str]:
     """Return the paths of files that are neither those of an archive nor of an earlier version."""
-
-    def differing(entries: Sequence[Entry]) -> list[str]:
-        there = [e for e in entries if _modified_ns(safe_join(dest, e.path)) is not None]
-        return _differing(dest, Record(record.name, "", there), progress)
-
-    others = set(differing(record.entries))
-    own = [entry for entry in known if entry.path in others]
-    unchanged = {entry.path for entry in own} - set(differing(own))
+    _, others = _compared(dest, record.entries, record.name, progress)
+    unchanged, _ = _compared(dest, [e for e in known if e.path in others], record.name, progress)
     return sorted(others - unchanged)
+
+
+def _remove_stale(dest: Path, record: Record, known: Sequence[Entry], progress: Progress) -> None:
+    """Remove files of an earlier version that an archive lacks; changed ones are set aside."""
+    paths = {entry.path for entry in record.entries}
+    stale = [entry for entry in known if entry.path not in paths]
+    unchanged, changed = _compared(dest, stale, record.name, progress)
+    _set_aside(dest, sorted(changed))
+    for path in unchanged:
+        safe_join(dest, path).unlink()
+
+
+def _compared(
+    dest: Path, entries: Sequence[Entry], name: str, progress: Progress
+) -> tuple[set[str], set[str]]:
+    """Return the paths of files that are there as an archive has them, and of those that differ."""
+    there = [e for e in entries if _modified_ns(safe_join(dest, e.path)) is not None]
+    differing = set(_differing(dest, Record(name, "", there), progress))
+    return {entry.path for entry in there} - differing, differing
 
 
 def _set_aside(dest: Path, paths: Sequence[str]) -> None:
