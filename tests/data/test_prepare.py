@@ -36,7 +36,7 @@ from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_split
-from ssdctl.errors import DataError, DiskError
+from ssdctl.errors import DataError, DiskError, UsageError
 
 BboxOf = Callable[..., list[float]]
 PACKED, INDEX_ONLY = PrepareConfig(), PrepareConfig(pack=False)
@@ -93,7 +93,8 @@ def test_a_damaged_store_is_refused_and_written_again(dataset: Path, store: Path
         shard.write_bytes(content)
         with pytest.raises(DataError, match=f"{shard.name}: .*{reason}"):
             open_split(dataset, store, "train")
-    shard.write_bytes(complete)
+    shard.write_bytes(complete[:-9])
+    assert not prepare(dataset, store).unchanged
     index.write_bytes(index.read_bytes().replace(b"image_id", b"image_\xe4d"))
     with pytest.raises(DataError, match=index.name):
         open_split(dataset, store, "train")
@@ -127,6 +128,11 @@ def test_24_an_unchanged_dataset_is_kept(dataset: Path, store: Path, tmp_path: P
     assert (again.unchanged, again.root) == (True, str(tmp_path / "again"))
     open_dataset(tmp_path / "again", store)
     assert not prepare(copied, store, INDEX_ONLY, force=True).unchanged
+    with edited(tmp_path / "again" / TRAIN) as document:
+        del document["annotations"][0]
+    for read in (prepare, open_dataset):
+        with pytest.raises(UsageError, match=f"store of {copied}"):
+            read(tmp_path / "again", store)
 
 
 def test_a_store_is_used_if_the_labels_cannot_be_read(
