@@ -361,21 +361,26 @@ def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
 
 
 def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
-    """Return packed images whose files are gone and whose labels are not, of splits whose images
-    are not `known`."""
-    stems = {PurePosixPath(name).stem for name in dataset.sources.names}
-    listed = {name for images, _ in dataset.splits.values() for name in images.file_names}
+    """Return packed images whose labels are there, but no file: of splits that are not `known`."""
+    labels = {PurePosixPath(name).stem for name in dataset.sources.names}
+    files = set[tuple[str, int | None]]()  # names without folder, and sizes: a file may have moved
+    for images, num_bytes in dataset.splits.values():
+        paths = [PurePosixPath(name) for name in images.file_names]
+        labels.update(path.stem for path in paths)
+        files.update(zip((path.name for path in paths), num_bytes, strict=True))
     lost: list[str] = []
     for split in SPLITS:
         metadata = index.read_metadata(store.folder, split)
         if metadata is None or not metadata.packed or known.get(split):
             continue
         with contextlib.suppress(DataError):  # damaged
-            images = index.read_images(store.folder, split)
-            sizes = file_sizes(image_folder(store.root, metadata), images.names)
-            files = zip(images.names, sizes, images.is_usable, strict=True)
-            gone = [name for name, size, is_usable in files if is_usable and size is None]
-            lost += [name for name in gone if name in listed or PurePosixPath(name).stem in stems]
+            old = index.read_images(store.folder, split)
+            sizes = file_sizes(image_folder(store.root, metadata), old.names)
+            for row in np.flatnonzero(old.is_usable & np.array([s is None for s in sizes])):
+                path = PurePosixPath(old.names[row])
+                is_moved = (path.name, int(old.fingerprints.bytes[row])) in files
+                if path.stem in labels and not is_moved:
+                    lost.append(str(path))
     return lost
 
 

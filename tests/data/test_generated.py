@@ -449,7 +449,7 @@ def check_lost_file(world: World, tree: Tree, store: Path) -> None:
         splits = open_splits(tree.data, store).values()
         return sorted(gray_of(s, int(row)) for s in splits for row in np.nonzero(s.usable)[0])
 
-    config = PrepareConfig(allow_dropped=True)
+    config, world = PrepareConfig(allow_dropped=True), world._replace(decoys=())
     prepare(rewrite(world, tree).data, store, config)
     before, new = packed(), rewrite(edited(world._replace(edit="move a box")) or world, tree)
     lost = [path for path, picture in new.images.items() if picture.things][-1]
