@@ -370,7 +370,7 @@ def config_of(values: Mapping[str, str]) -> Config:
 def rewrite(world: World, tree: Tree) -> Tree:
     new = write(world, tree.root)
     for file in tree.files - new.files:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return new
 
 
