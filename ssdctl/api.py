@@ -262,7 +262,7 @@ def evaluate(
         precision: Network precision; None uses the run's, else fp32.
         workers: Threads that decode images.
         limit: Score only the first images.
-        score_threshold: Count detections with a score above this, 0 to 1; None: the network's own.
+        score_threshold: Drop detections below this score, 0 to 1; None: the network's own.
         nms_iou: See `load`.
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.

@@ -382,7 +382,7 @@ def tables(evaluation: Evaluation) -> Group:
     errors = table("error type", "AP50 gain", "count", "meaning", rows=rows, left=(0, 3))
     counted = f"{INTERVALS} Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
-        counted += f", among detections with a score above {about.score_threshold:g}"
+        counted += f", among detections with a score of at least {about.score_threshold:g}"
     return Group(
         "", _classes(evaluation), "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}."
     )

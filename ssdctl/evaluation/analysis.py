@@ -120,8 +120,8 @@ def score_and_resample(
     if scoring.metrics["AP"] < 0:
         log.warning("the images have no annotated objects: there is no AP (-1)")
     elif not count:
-        above = "" if threshold is None else f" with a score above {threshold:g}"
-        log.warning("%s: no detection%s: AP is 0", about.source, above)
+        limit = "" if threshold is None else f" with a score of at least {threshold:g}"
+        log.warning("%s: no detection%s: AP is 0", about.source, limit)
     about = msgspec.structs.replace(about, images=len(scoring.image_ids), detections=count)
     draws = resample(scoring)
     return analyze(scoring, detections, about, draws), draws

@@ -320,7 +320,7 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
         log.warning("%s", warning)
     found, low = read_detections(path), settings.score_threshold
     if low is not None:
-        found = Detections._make(column[found.scores > low] for column in found)
+        found = Detections._make(column[found.scores >= low] for column in found)
     about = EvaluationInfo(
         source=str(path),
         data=str(root.absolute()),

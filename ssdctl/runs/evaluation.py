@@ -45,7 +45,7 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: int = 0
     detections: int = 0
     precision: str | None = None  # the network's; None: a file of detections, or an older record
-    score_threshold: float | None = None  # that detections score more than; None as above
+    score_threshold: float | None = None  # lowest of the detections; None as above
     warnings: list[str] = []  # on the data, such as images that were trained on, too
 
 
