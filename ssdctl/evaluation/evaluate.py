@@ -196,9 +196,13 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
 
 
 def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
-    first = parts[0].about
+    first, facts = parts[0].about, dict[str, Any]()
+    for name in ("step", "epoch", "precision", "score_threshold"):
+        values = {getattr(part.about, name) for part in parts}
+        facts[name] = values.pop() if len(values) == 1 else None
     about = msgspec.structs.replace(
         first,
+        **facts,
         source=", ".join(part.about.source for part in parts),
         warnings=list(dict.fromkeys(w for part in parts for w in part.about.warnings)),
     )

@@ -44,7 +44,7 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     images: int = 0
     detections: int = 0
-    precision: str | None = None  # the network's; None: a file of detections, or an older record
+    precision: str | None = None  # None: a file of detections, an older record, or several
     score_threshold: float | None = None  # lowest of the detections; None as above
     warnings: list[str] = []  # on the data, such as images that were trained on, too
 

@@ -288,9 +288,13 @@ def check_world(world: World) -> None:
     if world.group is not None:
         ends = [{i % 10 for i in ids} for ids in held.values()]
         assert sum(map(len, ends)) == len(set().union(*ends))
-    for name in folds:
+    together = json.loads(run(world, (folds, {}), world.folder)[0].out)
+    alone = {name: json.loads(run(world, ([name], {}), world.folder)[0].out) for name in folds}
+    for fact in ("step", "epoch", "precision", "score_threshold"):
+        values = {shown[fact] for shown in alone.values()}
+        assert together.get(fact) == (values.pop() if len(values) == 1 else None), fact
+    for name, shown in alone.items():
         run_folder = ssdctl.Run(world.path(name))
-        shown = json.loads(run(world, ([name], {}), world.folder)[0].out)
         assert run_folder.best_metrics is not None
         assert shown["AP"] == run_folder.best_metrics["AP"]
         found = {c["name"]: c["best_score"] for c in shown["per_class"] if c["best_f1"] > 0}
