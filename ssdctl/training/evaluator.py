@@ -131,6 +131,8 @@ class Evaluator:
         plan, val, rows = self._plan, self._splits.val, self._splits.val_rows
         assert val is not None
         root, store = dataset_folders(plan.config.data)
+        settings = plan.config.evaluate
+        limits = self._model.constants.thresholds(settings.score_threshold, settings.nms_iou)
         image_ids = None if rows is None else val.image_ids[rows]
         about = EvaluationInfo(
             source=str(run_dir(plan.config).best),
@@ -140,6 +142,7 @@ class Evaluator:
             store=str(store),
             split="val" if rows is None else "train",
             precision=plan.precision,
+            score_threshold=limits[0],
             warnings=[*val.warnings] if rows is None else [],
         )
         self._scoring = BackgroundScoring(val.index_file, detections, about, image_ids)

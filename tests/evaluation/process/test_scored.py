@@ -296,7 +296,10 @@ def check_world(world: World) -> None:
     for name, shown in alone.items():
         run_folder = ssdctl.Run(world.path(name))
         assert run_folder.best_metrics is not None
+        assert run_folder.evaluation is not None
         assert shown["AP"] == run_folder.best_metrics["AP"]
+        saved = json.loads(json.dumps(run_folder.evaluation.as_json()))
+        assert shown == {"checkpoint": shown["checkpoint"], **saved}
         found = {c["name"]: c["best_score"] for c in shown["per_class"] if c["best_f1"] > 0}
         best = load_checkpoint(world.path(name) / "checkpoints/best.pt")
         assert best.thresholds == [found.get(c.name) for c in best.classes]
