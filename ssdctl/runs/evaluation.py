@@ -173,6 +173,7 @@ class Evaluation(msgspec.Struct, frozen=True):
             "detections": self.about.detections,
             "per_class": [{k: v for k, v in c.items() if k not in CURVES} for c in classes],
             "errors": msgspec.to_builtins(self.errors),
+            "confusions": msgspec.to_builtins(self.confusions),
             "calibration_error": self.calibration_error,
         }
 

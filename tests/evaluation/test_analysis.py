@@ -110,7 +110,7 @@ def test_scores_that_are_no_probabilities_have_no_calibration(tmp_path: Path, sc
 def test_confusions_and_samples(tmp_path: Path) -> None:
     rows = [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), (1, 7, BOX, 0.01), *RIGHT[2:]]
     result = evaluation(tmp_path, rows)
-    assert [(c.truth, c.found, c.count) for c in result.confusions] == [("cat", "dog", 1)]
+    assert result.as_json()["confusions"] == [{"truth": "cat", "found": "dog", "count": 1}]
     first, second = result.samples[:2]
     assert (first.image_id, first.file_name) == (0, "0.jpg")
     assert [(t.category_id, list(t.box)) for t in first.truth] == [(2, BOX)]
