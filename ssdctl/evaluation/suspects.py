@@ -25,7 +25,6 @@ SAME_PLACE = 0.5  # IoU of a detection and the object that it finds
 NEAR_OBJECT = 0.3  # IoU; a detection that is nearer to an object is not of a missing one
 MIN_SCORE = 0.3  # of a detection where no box is
 MIN_SUSPICION = 0.1
-MAX_SUSPECTS = 1000
 COLUMNS = ("rank", "suspicion", "kind", "file", "image_id", "left", "top", "width", "height",
            "label", "detected", "score")  # fmt: skip
 
@@ -60,7 +59,7 @@ def find_suspects(
         *_missing_boxes(truth, every, source, len(found), pairs[0]),
     ]
     suspects.sort(key=lambda s: -s.suspicion)
-    return suspects[:MAX_SUSPECTS]
+    return suspects
 
 
 def _wrong_objects(

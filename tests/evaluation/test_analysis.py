@@ -210,6 +210,12 @@ def test_damaged_labels_come_first() -> None:
     assert undamaged[20].suspicion < suspects[20].suspicion
 
 
+def test_all_suspects_are_listed() -> None:
+    truth, found = drawn_split(3, 600)
+    swapped = truth._replace(labels=3 - truth.labels)
+    assert len(find_suspects(swapped, truth.image_ids, found)) > 0.8 * len(truth.labels) > 1000
+
+
 def test_an_object_that_no_checkpoint_finds_is_named() -> None:
     truth, found = drawn_split(4, 30)
     lost = int(np.argmax(truth.areas))
