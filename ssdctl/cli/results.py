@@ -11,6 +11,8 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
+from ssdctl.config.render import values
+from ssdctl.config.settings import select
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import require_own_file
@@ -308,10 +310,18 @@ def _show(
     source = quoted(best.about.source)
     next_commands = [f"ssdctl predict {source} photo.jpg --out drawn"]
     if report is None:
-        is_chosen = call.config.is_chosen("data.root")
-        data = f" --data {quoted(call.config.data.root)}" * is_chosen
-        next_commands.append(f"ssdctl evaluate {source}{data} --report evaluation")
+        words = ["ssdctl evaluate", source, *_chosen_options(call), "--report evaluation"]
+        next_commands.append(" ".join(words))
     call.console.closing(facts, next_commands)
+
+
+def _chosen_options(call: Call) -> list[str]:
+    chosen, given = values(call.config), call.config.explicit_settings()
+    options = [f"--config {quoted(call.config_file)}"] if call.config_file else []
+    for setting in select("data.*", "evaluate.*"):
+        if setting.path in given and chosen[setting.path] is not None:
+            options.append(setting.as_option(chosen[setting.path]))
+    return options
 
 
 def _evaluate(

@@ -240,13 +240,15 @@ class Setting(NamedTuple):
         if self.is_flag:
             return self.flags[0] if value else self.flags[1]
         if self.choice_flags:
-            return f"--{value}"
+            flag = f"--{value}"
+            return flag if flag in self.flags else f"--set {self.path}={value}"
         if value is None:
             return f"(no {self.flags[0]})"
         if isinstance(value, (list, tuple)) and not value:
             return f"--set {self.path}=[]"
         text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        return f"{self.flags[0]} {shlex.quote(text)}"
+        separator = "=" if text.startswith("-") else " "
+        return f"{self.flags[0]}{separator}{shlex.quote(text)}"
 
     @property
     def environment(self) -> str:

@@ -3,6 +3,7 @@ are named. Classes are matched by name: a new export may renumber and reorder th
 does not depend on the batches either."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ssdctl.input.batch import Batch
 from ssdctl.input.open import random_batch
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.ssd300 import load_network
+from ssdctl.runs.evaluation import read_evaluation
 
 LOW = ("--score-threshold", "0.01")
 
@@ -178,6 +180,20 @@ def test_renumbered_classes_resume(cli: Cli, tiny_run: Path, shapes: Path, tmp_p
     cli(*train, "--data", tmp_path / "again", "--steps", 4).expect(0, "category ids differ")
     exported_again(shapes, tmp_path / "reversed", reverse=True)
     cli(*train, "--data", tmp_path / "reversed", "--steps", 5).expect(5, "another order", "--init")
+
+
+def test_the_next_command_keeps_the_options(cli: Cli, checkpoint: Path) -> None:
+    options = "--split train --limit 2 --tile 0 --score-threshold 0.3 --set evaluate.device=cpu"
+    more = ("--set", "evaluate.precision=auto")  # has no option
+    shown = cli("evaluate", checkpoint, *options.split(), *more).expect(0)
+    words = shlex.split(shown.err.splitlines()[-1])
+    assert "--device" in words
+    assert "--tile" in words
+    cli(*words[words.index("evaluate") :]).expect(0)
+    written = read_evaluation(Path("evaluation/evaluation.json"))
+    assert written is not None
+    about = written.about
+    assert (about.split, about.images, about.score_threshold) == ("train", 2, 0.3)
 
 
 SIZES = ([7], [3, 4], [1] * 7)
