@@ -10,6 +10,7 @@ samples/1.jpg ...    images of the dataset with detections
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ SAMPLE_PIXELS = 800  # the longer side
 SAMPLE_SCORE = 0.3
 CARD, ONNX, SAMPLE = "README.md", "model.onnx", "samples/{}.jpg"
 MODEL_TYPE = "ssd300"
+SEAL = "<!-- written by ssdctl, SHA-256 "
 
 
 def write_model_folder(
@@ -75,7 +77,7 @@ def write_model_folder(
     """
     config = model_config(checkpoint)
     require_onnx()
-    _refuse_foreign_files(folder, samples)
+    own = _own_files(folder, samples)
     dataset = dataset_folders(trained_on(checkpoint))
     images = _draw(checkpoint, folder, dataset_images(*dataset, MAX_TRIED), samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
@@ -83,18 +85,37 @@ def write_model_folder(
     graph, _ = onnx_model(Deployment(checkpoint), images_of(*dataset)[0])
     write_bytes(folder / ONNX, graph)
     licenses = {"license": license_id, "data_license": data_license}
-    write_text(folder / CARD, model_card(checkpoint, repo=repo, samples=images, **licenses))
-    return [CARD, WEIGHTS, CONFIG, ONNX, *images]
+    card = model_card(checkpoint, repo=repo, samples=images, **licenses)
+    write_text(folder / CARD, _sealed(card))
+    written = [CARD, WEIGHTS, CONFIG, ONNX, *images]
+    for name in own.difference(written):
+        (folder / name).unlink(missing_ok=True)
+    return written
 
 
-def _refuse_foreign_files(folder: Path, samples: int) -> None:
-    """Refuse a folder in which files of others would be replaced."""
+def _own_files(folder: Path, samples: int) -> set[str]:
+    """Return the files that an earlier push wrote; others are not replaced."""
+    names, own = [WEIGHTS, CONFIG, ONNX], set[str]()
+    names += [SAMPLE.format(n + 1) for n in range(samples)]
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if json.loads((folder / CONFIG).read_bytes()).get("model_type") == MODEL_TYPE:
-            return
-    names = [CARD, WEIGHTS, CONFIG, ONNX, *(SAMPLE.format(n + 1) for n in range(samples))]
-    if found := [name for name in names if (folder / name).exists()]:
-        raise UsageError(f"{folder / found[0]} exists, and is not ssdctl's: give another folder")
+            own.update(names)
+    with contextlib.suppress(OSError, ValueError):
+        text = (folder / CARD).read_text(encoding="utf-8")
+        content = text.rpartition(SEAL)[0]
+        if text == _sealed(content):
+            own |= {CARD, *re.findall(r"\]\((samples/\d+\.jpg)\)", content)}
+    if found := [name for name in (CARD, *names) if name not in own and (folder / name).exists()]:
+        raise UsageError(
+            f"{folder / found[0]} exists, and is not as ssdctl wrote it",
+            hint="give another folder, or remove the file",
+        )
+    return own
+
+
+def _sealed(content: str) -> str:
+    """Return a card with the hash by which a later push sees whether it was edited."""
+    return f"{content}{SEAL}{hashlib.sha256(content.encode()).hexdigest()} -->\n"
 
 
 def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:

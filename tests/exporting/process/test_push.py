@@ -50,15 +50,24 @@ def test_a_run_is_pushed_and_used_by_its_name(
     assert mine == theirs != []
 
 
-def test_files_of_others_are_not_replaced(cli: Cli, tiny_run: Path) -> None:
+def test_files_of_others_are_not_replaced(
+    cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ssdctl.exporting.hub.SAMPLE_SCORE", 0.02)
     Path("mine/samples").mkdir(parents=True)
     for file in (Path("mine/README.md"), Path("mine/samples/1.jpg")):
         file.write_text("mine")
         refused = push(cli, tiny_run, "--out", "mine")
         assert (refused.code, file.name in refused.err, file.read_text()) == (2, True, "mine")
         file.unlink()
-    for _ in range(2):
-        assert push(cli, tiny_run, "--out", "mine", "--samples", 0).code == 0
+    for count in (2, 1):
+        push(cli, tiny_run, "--out", "mine", "--samples", count).expect(0)
+        Path("mine/samples/mine.jpg").touch()
+    assert {path.name for path in Path("mine/samples").iterdir()} == {"1.jpg", "mine.jpg"}
+    with (card := Path("mine/README.md")).open("a") as file:
+        file.write("mine")
+    push(cli, tiny_run, "--out", "mine").expect(2, "README.md")
+    assert card.read_text().endswith("mine")
 
 
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
