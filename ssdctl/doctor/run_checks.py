@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from types import ModuleType
 
 import msgspec
@@ -32,7 +31,7 @@ from ssdctl.doctor.machine import (
 )
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.system import expand_home, run_in_daemon_thread
+from ssdctl.runtime.system import home_folders, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
@@ -107,7 +106,7 @@ def without_secrets(text: str) -> str:
     # Colors of other programs, and control characters.
     text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
     text = redact_urls(text)
-    if (home := expand_home("~")) not in (None, Path("/")):
+    for home in home_folders():
         folder = rf"(?<![\w/.-])('?){re.escape(str(home))}"
         text = re.sub(rf"{folder}/", r"~/\1", text)
         text = re.sub(rf"{folder}\1(?![\w.-])", "~", text)

@@ -44,7 +44,7 @@ from ssdctl.runs.folder import PAGE, RunDir, make_report_dir
 from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
-from ssdctl.runtime.system import expand_home
+from ssdctl.runtime.system import home_folders
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -72,7 +72,7 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
     filters = {"score": _score, "interval": _interval, "one_line": one_line, "px": "{:.1f}".format}
     names = [run.name for run in runs]
     if len(runs) == 1:  # a folder's name alone may be as plain as "run"
-        names = ["/".join(runs[0].path.resolve().parts[-2:])]
+        names = ["/".join(Path(_without_home(str(runs[0].path.resolve()))).parts[-2:])]
     page = open_template(HERE / "page.html", filters, autoescape=True).render(
         runs=runs,
         heading=" \u00b7 ".join(names),
@@ -101,15 +101,21 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
 
 def _with_relative_paths(text: str, folder: Path) -> str:
     """Make absolute paths near a folder relative to it: a shared page names no home folder."""
+    shared = {above for home in home_folders() for above in home.parents}
     for ups, above in enumerate((folder, *folder.parents)):
-        if len(above.parts) > 2:  # not /home, not /tmp
+        if len(above.parts) > 2 and above not in shared:  # not /home, not /tmp
             relative = "/".join([".."] * ups) or "."
             text = _with_path_as(relative, above, text)
-    home = expand_home("~")
-    return text if home in (None, Path("/")) else _with_path_as("~", home, text)
+    return _without_home(text)
 
 
-def _with_path_as(short: str, path: Path | None, text: str) -> str:
+def _without_home(text: str) -> str:
+    for home in home_folders():
+        text = _with_path_as("~", home, text)
+    return text
+
+
+def _with_path_as(short: str, path: Path, text: str) -> str:
     for written in {str(path), str(escape(str(path)))}:
         text = re.sub(rf"(?<![\w./-]){re.escape(written)}(?![\w.-])", short, text)
     return text

@@ -199,6 +199,13 @@ def expand_home(path: str) -> Path | None:
         return None
 
 
+def home_folders() -> list[Path]:
+    """Return the home folder as it is written and without links; empty if there is none, or `/`."""
+    home = expand_home("~")
+    folders = [] if home is None else [home, home.resolve()]
+    return [folder for folder in folders if folder != Path("/")]
+
+
 def user_temporary_dir() -> Path:
     """Return `$TMPDIR/ssdctl-UID` (or in /tmp); it need not exist, and may be another user's."""
     return Path(os.environ.get("TMPDIR") or "/tmp", f"ssdctl-{os.getuid()}")

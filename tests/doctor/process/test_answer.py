@@ -82,10 +82,13 @@ def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
 
 
 def test_no_secrets(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").symlink_to(tmp_path / "volume")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LOGNAME", "alice")
-    checks = machine.doctor("--data", tmp_path / "home/coco", "--store", "/scratch/alice/store")
-    assert checks["dataset"]["detail"].startswith("~/coco: no such")
+    for home in ("home", "volume"):
+        data = tmp_path / home / "coco"
+        checks = machine.doctor("--data", data, "--store", "/scratch/alice/store")
+        assert checks["dataset"]["detail"].startswith("~/coco: no such")
     monkeypatch.setenv("HTTPS_PROXY", "http://bob:hush@127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "carol:quiet@127.0.0.1:1")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/scratch/alice/ca.pem")
