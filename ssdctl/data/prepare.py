@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple, NoReturn
@@ -86,6 +87,7 @@ from ssdctl.data.sources import (
     contents_of,
     label_files,
     note_unlisted,
+    read_sources,
     refuse_store_of_another,
     unlisted_images,
     versions_of,
@@ -362,25 +364,32 @@ def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
 
 def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
     """Return packed images whose labels are there, but no file: of splits that are not `known`."""
-    labels = {PurePosixPath(name).stem for name in dataset.sources.names}
-    files = set[tuple[str, int | None]]()  # names without folder, and sizes: a file may have moved
+    folder, made = store.folder, index.last_made(store.folder)
+    if made is None or not has_packed_images(folder):
+        return []
+    listed, files = set[str](), set[tuple[str, int | None]]()
     for images, num_bytes in dataset.splits.values():
-        paths = [PurePosixPath(name) for name in images.file_names]
-        labels.update(path.stem for path in paths)
-        files.update(zip((path.name for path in paths), num_bytes, strict=True))
+        listed.update(images.file_names)
+        names = (PurePosixPath(name).name for name in images.file_names)
+        files.update(zip(names, num_bytes, strict=True))  # a file may have moved
     lost: list[str] = []
-    for split in SPLITS:
-        metadata = index.read_metadata(store.folder, split)
-        if metadata is None or not metadata.packed or known.get(split):
-            continue
-        with contextlib.suppress(DataError):  # damaged
-            old = index.read_images(store.folder, split)
+    with contextlib.suppress(DataError):  # damaged
+        before, now = (
+            Counter(PurePosixPath(name).stem for name in names)
+            for names in (read_sources(folder / made.sources).names, dataset.sources.names)
+        )
+        for split in made.splits:
+            metadata = index.read_metadata(folder, split)
+            if metadata is None or known.get(split):
+                continue
+            old = index.read_images(folder, split)
             sizes = file_sizes(image_folder(store.root, metadata), old.names)
             for row in np.flatnonzero(old.is_usable & np.array([s is None for s in sizes])):
-                path = PurePosixPath(old.names[row])
-                is_moved = (path.name, int(old.fingerprints.bytes[row])) in files
-                if path.stem in labels and not is_moved:
-                    lost.append(str(path))
+                name, packed_bytes = old.names[row], int(old.fingerprints.bytes[row])
+                stem, is_moved = PurePosixPath(name).stem, (Path(name).name, packed_bytes) in files
+                has_label_file = now[stem] >= max(before[stem], 1)
+                if (has_label_file or name in listed) and not is_moved:
+                    lost.append(name)
     return lost
 
 
