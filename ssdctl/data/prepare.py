@@ -375,9 +375,9 @@ def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) 
     lost: list[str] = []
     with contextlib.suppress(DataError):  # damaged
         before, now = (
-            Counter(PurePosixPath(name).stem for name in names)
+            Counter(PurePosixPath(name).stem for name in names if dataset.format == "yolo")
             for names in (read_sources(folder / made.sources).names, dataset.sources.names)
-        )
+        )  # the other formats list images that have no file
         for split in made.splits:
             metadata = index.read_metadata(folder, split)
             if metadata is None or known.get(split):
