@@ -195,7 +195,8 @@ def _check_images(annotations: Annotations) -> None:
             )
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
         width, height = sizes[row].tolist()
-        raise DataError(f"{path}: image {annotations.image_ids[row]}: size {width} x {height}")
+        name = f"image {annotations.image_ids[row]} ({annotations.file_names[row]})"
+        raise DataError(f"{path}: {name}: size {width} x {height}")
 
 
 def duplicate_names(classes: Sequence[ClassName]) -> list[str]:

@@ -49,7 +49,7 @@ from ssdctl.data.image_files import (
     is_image,
     size_or_none,
 )
-from ssdctl.data.sources import read_sources
+from ssdctl.data.sources import other_dataset, read_sources
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import is_utf8
 from ssdctl.runtime import plugins
@@ -228,7 +228,8 @@ def read_and_convert(
 def _last_division(root: Path, store: Path) -> Division:
     """Return how a store was divided by the last --split."""
     store = store if index.last_made(store) else usual_store(root)
-    if (made := index.last_made(store)) is None:
+    made = index.last_made(store)
+    if made is None or other_dataset(root, store) is not None:
         return UNDIVIDED
     division = UNDIVIDED
     with contextlib.suppress(DataError):

@@ -8,6 +8,7 @@ the classes, the shards of packed images, and how the annotations were read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -27,6 +28,9 @@ from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, msgspec_type, sync
 
 METADATA_KEY = b"ssdctl"
+STORE_FILE = re.compile(
+    r"(index-[a-z]+|sources-[0-9a-f]{16}|(images|\.checked)-[a-z]+-[0-9a-f]{8}-\d{5,})\.arrow"
+)
 Encoding = Literal["jpeg", "raw"]
 Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 Types = Mapping[str, pa.DataType]
@@ -268,10 +272,14 @@ def remove_unused(folder: Path, splits: Collection[str]) -> None:
     for split in splits:
         if (metadata := read_metadata(folder, split)) is not None:
             used |= {metadata.made.sources, *(shard.file for shard in metadata.shards)}
-    for pattern in ("index-*.arrow", "sources-*.arrow", "images-*.arrow", ".checked-*.arrow"):
-        for path in folder.glob(pattern):
-            if path.name not in used:
-                path.unlink(missing_ok=True)
+    for path in folder.glob("*.arrow"):
+        if is_store_file(path.name) and path.name not in used:
+            path.unlink(missing_ok=True)
+
+
+def is_store_file(name: str) -> bool:
+    """Return whether a file has the name of an index, of sources, or of a chunk of images."""
+    return STORE_FILE.fullmatch(name) is not None
 
 
 def read_table(path: Path, types: Types, source: Any = None) -> Any:

@@ -65,7 +65,9 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
     given = Conversion(source, options.split, options.classes, options.image_dir, options.group)
-    is_replaced = force and other_dataset(root, folder) is not None
+    if not force:
+        refuse_store_of_another(root, folder)
+    is_replaced = other_dataset(root, folder) is not None
     last = msgspec.structs.asdict(AUTOMATIC if is_replaced else _last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     conversion = msgspec.structs.replace(given, **remembered)

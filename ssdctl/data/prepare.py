@@ -15,7 +15,6 @@ import hashlib
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple, NoReturn
@@ -87,7 +86,6 @@ from ssdctl.data.sources import (
     contents_of,
     label_files,
     note_unlisted,
-    read_sources,
     refuse_store_of_another,
     unlisted_images,
     versions_of,
@@ -108,7 +106,6 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.progress import Progress, without_progress
-from ssdctl.runtime.safe_text import counted
 
 log = logging.getLogger(__name__)
 REPORT = "report.json"
@@ -239,9 +236,9 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     if not store.force and (lost := _lost_images(store, dataset, known)):
         command = prepare_command(store.root, folder, *_image_options(store.config), "--force")
         raise DataError(
-            f"{folder}: would lose {counted(len(lost), 'packed image')} that have labels, but no "
-            f"file any more, such as {lost[0]}",
-            hint=f"put the files back; or {command}",
+            f"{folder}: would lose packed images that have labels, but no file any more: "
+            f"{len(lost):,}, such as {lost[0]}",
+            hint=f"put the files back; or drop them: {command}",
         )
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
@@ -271,7 +268,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
 def _make_store_dir(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if not all(name == ".lock" or name.endswith(".tmp") for name in names) and not any(
-        name.endswith(".arrow") for name in names
+        index.is_store_file(name) for name in names
     ):
         raise UsageError(
             f"{folder}: has other files than those of a store, such as {min(names)}",
@@ -357,39 +354,40 @@ def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> 
 
 def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
     """Return whether the images of these splits are not all packed, or those of another one are."""
-    made = index.read_made(folder)
-    gone = set[str]() if made is None else {*made.splits} - known.keys()
+    gone = _packed_splits(folder) - known.keys()
     return has_packed_images(folder) and (None in known.values() or bool(gone))
+
+
+def _packed_splits(folder: Path) -> set[str]:
+    """Return the splits with packed images; if an index is damaged, those with files of them."""
+    made = index.read_made(folder)
+    names = (path.name for path in folder.glob(PACKED_IMAGES))
+    return {name.split("-")[1] for name in names} if made is None else {*made.splits}
 
 
 def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
     """Return packed images whose labels are there, but no file: of splits that are not `known`."""
-    folder, made = store.folder, index.last_made(store.folder)
-    if made is None or not has_packed_images(folder):
-        return []
-    listed, files = set[str](), set[tuple[str, int | None]]()
+    folder, missing = store.folder, set[str]()
     for images, num_bytes in dataset.splits.values():
-        listed.update(images.file_names)
-        names = (PurePosixPath(name).name for name in images.file_names)
-        files.update(zip(names, num_bytes, strict=True))  # a file may have moved
+        names = zip(images.file_names, num_bytes, strict=True)
+        absent = [*(name for name, size in names if size is None), *images.without_image]
+        missing.update(PurePosixPath(name).stem for name in absent)
     lost: list[str] = []
-    with contextlib.suppress(DataError):  # damaged
-        before, now = (
-            Counter(PurePosixPath(name).stem for name in names if dataset.format == "yolo")
-            for names in (read_sources(folder / made.sources).names, dataset.sources.names)
-        )  # the other formats list images that have no file
-        for split in made.splits:
-            metadata = index.read_metadata(folder, split)
-            if metadata is None or known.get(split):
-                continue
-            old = index.read_images(folder, split)
+    for split in SPLITS if has_packed_images(folder) else ():
+        path = index.index_path(folder, split)
+        if known.get(split) or not path.exists():
+            continue
+        try:
+            metadata, old = index.require_metadata(path), index.read_images(folder, split)
+        except DataError:
+            is_whole = split in dataset.splits and not missing
+            lost += [] if is_whole else [f"those of {split}, whose index is damaged"]
+            continue
+        if metadata.packed:
             sizes = file_sizes(image_folder(store.root, metadata), old.names)
-            for row in np.flatnonzero(old.is_usable & np.array([s is None for s in sizes])):
-                name, packed_bytes = old.names[row], int(old.fingerprints.bytes[row])
-                stem, is_moved = PurePosixPath(name).stem, (Path(name).name, packed_bytes) in files
-                has_label_file = now[stem] >= max(before[stem], 1)
-                if (has_label_file or name in listed) and not is_moved:
-                    lost.append(name)
+            rows = zip(old.names, sizes, old.is_usable, strict=True)
+            gone = [name for name, size, is_usable in rows if is_usable and size is None]
+            lost += [name for name in gone if PurePosixPath(name).stem in missing]
     return lost
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import TOML, index, prepare_command, usual_store
+from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import Resolved, relative_folder, root_folder
 from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco
@@ -198,26 +198,34 @@ def read_sources(path: Path) -> Sources:
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:
-    """Return the dataset that a store was made of if it is not `root`, its copy, or gone."""
+    """Return the dataset that a store was made of if it is not `root`, moved or copied.
+
+    One that is gone was moved if a label file is the same; a copy has all of them.
+    """
     made = index.last_made(store)
     if made is None or store == usual_store(root):
         return None
-    last, folder = Path(made.root), root_folder(root)
-    if not last.exists() or os.path.realpath(root_folder(last)) == os.path.realpath(folder):
+    last = Path(made.root)
+    paths = (last, root) if last.is_file() and root.is_file() else map(root_folder, (last, root))
+    if len({*map(os.path.realpath, paths)}) == 1:
         return None
+    folder, names = root_folder(root), list[str]()
     with contextlib.suppress(DataError):
-        has_labels = any((folder / name).exists() for name in read_sources(store / made.sources)[0])
-        return None if has_labels and not changes(root, store, made) else last
+        recorded = read_sources(store / made.sources)
+        names = [name for name in recorded.names if (folder / name).is_file()]
+        contents = dict(zip(recorded.names, recorded.content.tolist(), strict=True))
+        same = [contents[n] == c for n, c in zip(names, contents_of(folder, names), strict=True)]
+        if any(same) and not (last.exists() and changes(root, store, made)):
+            return None
     return last
 
 
 def refuse_store_of_another(root: Path, store: Path) -> None:
     """Raise UsageError if a store, which is to be written, is of another dataset."""
     if (other := other_dataset(root, store)) is not None:
-        command = prepare_command(root, store, "--force")
         raise UsageError(
             f"--store {store}: is the store of {other}",
-            hint=f"choose another folder; {command} replaces it",
+            hint="choose another folder; `ssdctl prepare` with --force replaces it",
         )
 
 

@@ -120,7 +120,9 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     labels, used = _label_files(finder, sorted(own), notes)
     _require_same_names(root, used, origin, names)
     by_split = _with_unnamed(finder, labels, named, notes)
-    notes += _unused_labels(root, texts, used, elsewhere)
+    if unused := sorted(map(str, _unused_labels(root, texts, used, elsewhere))):
+        count = f"{len(unused):,}, such as {unused[0]}"
+        notes.append(f"label files without an image, left out: {count}")
     splits = {
         split: _read_split(root, files, labels, names, notes, "kpt_shape" in content)
         for split, files in by_split.items()
@@ -129,7 +131,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         raise _no_labels(root, [*finder.files], texts, labels)
     # Trainers that use this format show images upright, so the boxes fit that view.
     annotations = from_images(splits, names, root, origin, notes)
-    return {split: a._replace(upright=True) for split, a in annotations.items()}
+    return {s: a._replace(upright=True, without_image=unused) for s, a in annotations.items()}
 
 
 def _is_list(root: Path, text: PurePosixPath) -> bool:
@@ -477,23 +479,19 @@ def _unused_labels(
     texts: list[PurePosixPath],
     used: Collection[PurePosixPath],
     elsewhere: Collection[str],
-) -> list[str]:
-    """Return a note on label files without an image, for example because of its format.
+) -> list[PurePosixPath]:
+    """Return the label files without an image, for example because of its format.
 
     Those with the name of an image that data.yaml leaves out (`elsewhere`) do not count.
     """
     folders = {text.parent for text in used}
-    unused = [
+    return [
         text
         for text in texts
         if (text.parent in folders or text.stem not in elsewhere)
         and text not in used
         and not text.name.startswith("._")
         and has_boxes(root / text)
-    ]
-    return [
-        f"label files without an image, left out: {len(unused):,}, such as {name}"
-        for name in sorted(unused)[:1]
     ]
 
 
