@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,8 @@ def generate(
 
     A split that is complete is not drawn again. Its annotation file is without images until all
     are drawn. The same seed gives the same bytes, with the same numpy and Pillow. Annotations that
-    the user changed are kept as NAME.replaced. Returns whether anything was drawn.
+    the user changed, and images that the user added, are kept as NAME.replaced. Returns whether
+    anything was drawn.
 
     Raises:
         UsageError: The folder has annotations or images of others.
@@ -107,18 +109,26 @@ def generate(
         if _is_complete(annotations, info, folder, names):
             continue
         is_drawn = True
-        _set_aside_changed(annotations)
+        num_own = _set_aside_changed(annotations)
         started = {"info": {"description": DESCRIPTION}}  # instead of labels of other images
         write_bytes(annotations, msgspec.json.encode(started))
 
         def draw(
-            index: int, split: str = split, folder: Path = folder, names: list[str] = names
+            index: int,
+            split: str = split,
+            folder: Path = folder,
+            names: list[str] = names,
+            num_own: int = num_own,
         ) -> LabeledImage:
             image, boxes = draw_image(seed, split, index, style)
             path = folder / names[index]
+            content = encode(image, "JPEG", quality=JPEG_QUALITY)
             # Published by the annotations, so there is no fsync for each.
-            with disk_errors(folder, "writing"), open(path, "wb", opener=no_follow) as file:
-                file.write(encode(image, "JPEG", quality=JPEG_QUALITY))
+            with disk_errors(folder, "writing"):
+                if index >= num_own and path.is_file() and path.read_bytes() != content:
+                    set_aside(path)
+                with open(path, "wb", opener=no_follow) as file:
+                    file.write(content)
             return LabeledImage(names[index], image.shape[1], image.shape[0], boxes)
 
         with ThreadPoolExecutor() as pool:
@@ -161,12 +171,15 @@ def _checksum(document: dict[str, Any]) -> int:
     return zlib.crc32(msgspec.json.encode({**document, "info": None}))
 
 
-def _set_aside_changed(annotations: Path) -> None:
+def _set_aside_changed(annotations: Path) -> int:
+    """Keep changed annotations under another name; return how many images were drawn at most."""
     document = _read(annotations) if annotations.exists() else {}
     if "images" in document and document["info"].get("crc32") != _checksum(document):
         with disk_errors(annotations, "renaming"):
             kept = set_aside(annotations)
         log.warning("%s was changed: it is kept as %s", annotations, kept.name)
+    count = document.get("info", {}).get("images")
+    return count if isinstance(count, int) else sys.maxsize
 
 
 def _is_complete(

@@ -128,8 +128,7 @@ def download(
     for file in files:
         result: dict[str, Any] = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         if file.unpack:
-            others = [f for f in files if f.unpack and f.name != file.name]
-            record, state = _get_archive(file, others, dest, keep_archives, get, progress)
+            record, state = _get_archive(file, files, dest, keep_archives, get, progress)
             results.append({**result, "state": state, "files": len(record.entries)})
         else:
             before = _modified_ns(safe_join(dest, file.name))
@@ -145,7 +144,7 @@ def _modified_ns(path: Path) -> int | None:
 
 def _get_archive(
     file: PinnedFile,
-    others: Sequence[PinnedFile],
+    files: Sequence[PinnedFile],
     dest: Path,
     keep_archives: bool,
     get: Callable[[PinnedFile], Path],
@@ -157,19 +156,19 @@ def _get_archive(
     with claim(record_path):
         record, state = _whole_record(dest, file), "present"
         if record is None:
-            owners = {f.name: (f.name, None) for f in (file, *others)} | {
+            archives = [f for f in files if f.unpack]
+            owners = {f.name: (f.name, None) for f in archives} | {
                 entry.path: (other.name, entry)
-                for other in others
-                if (known := _read_record(dest, other)) is not None
-                for entry in known.entries
+                for other in archives
+                if other != file and (record := _read_record(dest, other)) is not None
+                for entry in record.entries
             }
-            earlier = _read_record(dest, file, any_version=True)
             entries = unpack(
                 get(file),
                 dest,
                 num_files=file.num_files,
                 owners=owners,
-                known=() if earlier is None else earlier.entries,
+                known=_of_earlier_version(dest, file, files),
                 progress=progress,
             )
             os.sync()  # 118,287 files: one call, before the record that lists them
@@ -252,12 +251,29 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 
 
 def _read_record(dest: Path, file: PinnedFile, *, any_version: bool = False) -> Record | None:
+    record = _read_record_file(_record_path(dest, file))
+    is_wanted = record is not None and (any_version or record.sha256 == file.sha256)
+    return record if is_wanted else None
+
+
+def _read_record_file(path: Path) -> Record | None:
     try:
-        content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
-        record = msgspec.json.decode(content, type=msgspec_type(Record))
+        content = read_limited(path, MAX_RECORD_BYTES)
+        return msgspec.json.decode(content, type=msgspec_type(Record))
     except (OSError, *DECODE_ERRORS):
         return None
-    return record if any_version or record.sha256 == file.sha256 else None
+
+
+def _of_earlier_version(dest: Path, file: PinnedFile, files: Sequence[PinnedFile]) -> list[Entry]:
+    """Return what an earlier version of an archive held and nothing else holds or is."""
+    own = _read_record(dest, file, any_version=True)
+    if own is None:
+        return []
+    paths = {f.name for f in files}
+    for path in (dest / RECORDS_DIR).glob("*.json"):
+        if path != _record_path(dest, file) and (record := _read_record_file(path)) is not None:
+            paths.update(entry.path for entry in record.entries)
+    return [entry for entry in own.entries if entry.path not in paths]
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
@@ -317,8 +333,7 @@ def unpack(
         with disk_errors(dest, "writing"):
             _set_aside(dest, _others(dest, record, known, progress))
             _publish(temporary, dest)
-            stale = [entry for entry in known if entry.path not in owners]
-            _remove_stale(dest, record, stale, progress)
+            _remove_stale(dest, record, known, progress)
     except BROKEN_ZIP as error:
         raise _broken(archive, temporary, error) from error
     finally:

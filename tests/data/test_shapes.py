@@ -77,10 +77,13 @@ def test_changed_labels_are_kept(tmp_path: Path) -> None:
     document = json.loads(path.read_bytes())
     document["annotations"][0]["bbox"][0] += 1
     path.write_text(json.dumps(document))
+    added = tmp_path / "train2017/000000000003.jpg"
+    added.write_bytes(b"mine")
     for num_train, num_val in ((2, 1), (3, 2)):  # complete, then drawn again
         generate(tmp_path, num_train=num_train, num_val=num_val)
     replaced = path.with_name(f"{path.name}.replaced")
     assert json.loads(replaced.read_bytes()) == document
+    assert added.with_name(f"{added.name}.replaced").read_bytes() == b"mine"
     assert len(list(path.parent.iterdir())) == 3
 
 

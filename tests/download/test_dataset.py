@@ -62,14 +62,20 @@ def test_archives_are_unpacked_and_only_what_is_missing_is_fetched(
 
 
 def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path) -> None:
-    gone = {"gone.txt": b"x", "corrected.txt": b"x"}
+    gone = {"gone.txt": b"x", "corrected.txt": b"x", "plain.txt": b"x", "other.txt": b"x"}
+    plain, other = (
+        pinned(server, "plain.txt", b"x"),
+        pinned(server, "o.zip", zipped({"other.txt": b"x"}), unpack=True),
+    )
     download([pinned(server, "notes.zip", zipped(NOTES | gone), unpack=True)], tmp_path)
+    download([other], tmp_path)
     (tmp_path / "corrected.txt").write_bytes(b"mine")
     changed_notes = {name: content + b"more" for name, content in NOTES.items()}
     newer = pinned(server, "notes.zip", zipped(changed_notes), unpack=True)
     assert states(list_files([newer], tmp_path, None)) == ["missing"]
-    assert states(download([newer], tmp_path)) == ["fetched"]
-    assert content(tmp_path) == changed_notes | {"corrected.txt.replaced": b"mine"}
+    assert states(download([plain, newer], tmp_path)) == ["present", "fetched"]
+    kept = {"corrected.txt.replaced": b"mine", "plain.txt": b"x", "other.txt": b"x"}
+    assert content(tmp_path) == changed_notes | kept
 
 
 def test_an_archive_counts_as_unpacked_once_its_content_is_on_the_disk(
