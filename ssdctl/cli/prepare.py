@@ -59,7 +59,7 @@ def prepare(
     report.json lists them. Run the command again to continue an interrupted one.
     """
     from ssdctl.data.open_dataset import prepare_dataset
-    from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.store_folder import dataset_folders, refuse_in_dataset
     from ssdctl.data.tiles import tiling_of
 
     tiling = tiling_of(call.config)
@@ -67,6 +67,7 @@ def prepare(
         from ssdctl.reporting.preview import check_target
 
         check_target(preview)
+        refuse_in_dataset(preview, dataset_folders(call.config.data)[0], "--preview")
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
     _show_notes(call, outcome)

@@ -71,8 +71,8 @@ def with_absolute_paths(config: Config) -> Config:
     return config.with_value("data.root", str(root.absolute()))
 
 
-def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
-    """Raise UsageError for a folder of new labels in a dataset: the next `prepare` would read them.
+def refuse_in_dataset(out: Path, root: Path | None = None, option: str = "--out") -> None:
+    """Raise UsageError for a new folder or image in a dataset: the next `prepare` would read it.
 
     Args:
         root: The dataset; None: every one counts that has a store in it, or labels in usual places.
@@ -92,8 +92,8 @@ def refuse_in_dataset(out: Path, root: Path | None = None) -> None:
     real = Path(real_path(out))
     for folder in filter(is_read, (real, *real.parents)):
         raise UsageError(
-            f"--out {out}: is in the dataset {folder}, which would be read with these labels",
-            hint="choose a folder outside of the dataset",
+            f"{option} {out}: is in the dataset {folder}, which would be read with it",
+            hint="choose a place outside of the dataset",
         )
 
 

@@ -37,7 +37,9 @@ def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -
     image = dataset / "train2017/000000000001.jpg"
     wide = Image.new("RGB", (1260, 9))
     wide.save("wide.png")
-    for target, reason in (("boxes.pdf", ".png"), *((p, "earlier") for p in (image, "wide.png"))):
+    refused = {"boxes.pdf": ".png", image: "earlier", "wide.png": "earlier"}
+    refused[image.with_name("boxes.png")] = "in the dataset"
+    for target, reason in refused.items():
         cli("prepare", "--data", dataset, "--preview", target).expect(2, reason)
     assert not (dataset / "prepared").exists()
     options = ("--preview", "boxes.JPG", "--shrink", 300, "--encoding", "raw")
