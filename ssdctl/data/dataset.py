@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.divide import UNDIVIDED, Division, divided, next_division
 from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
-from ssdctl.data.formats import Format, built_in, coco, load
+from ssdctl.data.formats import Format, built_in, coco, load, recognized
 from ssdctl.data.image_files import (
     ANNOTATION_FOLDERS,
     dataset_folder,
@@ -50,10 +50,8 @@ from ssdctl.data.image_files import (
     size_or_none,
 )
 from ssdctl.data.sources import other_dataset, read_sources
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_utf8
-from ssdctl.runtime import plugins
-from ssdctl.runtime.plugins import FORMATS
 from ssdctl.runtime.safe_text import counted, quoted, quoted_folder
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
@@ -128,7 +126,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
         return name, load(name)  # load() raises with the reason
     if coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
-    found = [entry for entry in _recognized(path) if name in (None, entry[0])]
+    found = [entry for entry in recognized(path) if name in (None, entry[0])]
     if not found:
         raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
     described = [_describe(path, name, by) for name, _, by in found]
@@ -397,24 +395,8 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _is_dataset(path: Path) -> bool:
     with contextlib.suppress(DataError):
-        return any(_recognized(path))
+        return any(recognized(path))
     return False
-
-
-def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    for name in built_in():
-        module: Format = plugins.built_in_module(FORMATS, name)
-        if by := module.recognize(path):
-            yield name, module, by
-    for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
-        try:
-            module = load(name)
-            by = module.recognize(path)
-        except SsdctlError as error:
-            log.warning("%s", error)  # a broken plugin must not stop the others
-            continue
-        if by:
-            yield name, module, by
 
 
 def _describe(path: Path, name: str, by: Path | bool) -> str:
@@ -435,7 +417,7 @@ def has_usual_labels(folder: Path) -> bool:
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):
-        for _, _, by in _recognized(folder):
+        for _, _, by in recognized(folder):
             labels = by if isinstance(by, Path) else folder
             labels = labels.parent if labels.is_file() else labels
             usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS

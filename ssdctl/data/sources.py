@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import Resolved, relative_folder, root_folder
 from ssdctl.data.divide import Division
-from ssdctl.data.formats import coco
+from ssdctl.data.formats import coco, recognized
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
 from ssdctl.errors import DataError, SsdctlError, UsageError
@@ -238,8 +238,9 @@ def is_prepared(root: Path, folder: Path) -> bool:
 def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     """Return what changed since a store was made, as messages; empty if nothing did.
 
-    Nothing changed if all labels are gone, or the folder cannot be read: a store is used without
-    its dataset. Listed images are compared in `open_dataset` and `prepare`.
+    Nothing changed if all labels are gone and no other format is there, or the folder cannot be
+    read: a store is used without its dataset. Listed images are compared in `open_dataset` and
+    `prepare`.
     """
     folder = root_folder(root)
     try:
@@ -248,7 +249,7 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
         # A label file that is broken, as one being written, may not be recognized.
         others = set(recorded.names).difference(names)
         names = sorted([*names, *(name for name in others if (folder / name).is_file())])
-        if not names:
+        if not names and not any(recognized(root)):
             return []
         found = _changed_labels(folder, recorded, names)
         images = _listed_images(root, store, made)

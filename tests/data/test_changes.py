@@ -71,6 +71,21 @@ def test_a_packed_store_needs_no_images(tmp_path: Path, export: Callable[[Path],
     assert shards(store) == packed
 
 
+@pytest.mark.parametrize("before", FORMATS)
+@pytest.mark.parametrize("after", FORMATS[:2])
+def test_an_export_in_another_format_is_read(
+    tmp_path: Path, before: Callable[[Path], Path], after: Callable[[Path], Path]
+) -> None:
+    root, store = before(tmp_path / "data"), tmp_path / "store"
+    prepare(root, store, INDEX_ONLY)
+    shutil.rmtree(tmp_path / "data")
+    assert is_prepared(root, store)
+    again = after(tmp_path / "data")
+    assert is_prepared(again, store) == (before is after)
+    open_dataset(again, store)
+    assert is_prepared(again, store)
+
+
 def test_labels_after_many_others_are_compared(tmp_path: Path) -> None:
     root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
     notes = root / "aaa"

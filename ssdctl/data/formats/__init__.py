@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import logging
 import math
 import mmap
 import os
@@ -37,11 +38,12 @@ from ssdctl.data.annotations import (
 from ssdctl.data.coco_json import decode, read_content
 from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.image_files import files_below, in_threads, size_or_none
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS, Plugin
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
@@ -132,6 +134,23 @@ def load(name: str) -> Format:
         return ours
     plugin.require(callable(getattr(module, "read", None)), "a function read")
     return _PluginFormat(module, plugin)
+
+
+def recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
+    """Yield the formats of a folder or file, and by which file each is recognized."""
+    for name in built_in():
+        module: Format = plugins.built_in_module(FORMATS, name)
+        if by := module.recognize(path):
+            yield name, module, by
+    for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
+        try:
+            module = load(name)
+            by = module.recognize(path)
+        except SsdctlError as error:
+            log.warning("%s", error)  # a broken plugin must not stop the others
+            continue
+        if by:
+            yield name, module, by
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
