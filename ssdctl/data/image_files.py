@@ -53,7 +53,8 @@ def is_image_name(name: str) -> bool:
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, and in links that are no cycle.
 
-    A folder has one name in each split: its own if it is below, else that of the first link.
+    A folder has one name in each split: its own if it is below, else that of the first link. The
+    metadata that macOS writes beside files (`._a.txt`, `__MACOSX`) is left out.
     """
     visited = set[tuple[str, str | None]]()
     unread = [folder]  # links to folders are read after all folders
@@ -65,14 +66,17 @@ def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
                 continue
             visited.add((real, split_of(prefix)))
             folders[:] = sorted(
-                f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))
+                f
+                for f in folders
+                if not (f.startswith(".") or f == "__MACOSX" or _is_store(f"{parent}/{f}"))
             )
             if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
                 folders.clear()
             links = [link for f in folders if (link := Path(parent, f)).is_symlink()]
             unread += [f for f in links if not Path(real).is_relative_to(os.path.realpath(f))]
             for file in files:
-                yield file if prefix == "." else f"{prefix}/{file}"
+                if not file.startswith("._"):
+                    yield file if prefix == "." else f"{prefix}/{file}"
 
 
 def _is_store(folder: str) -> bool:

@@ -32,7 +32,13 @@ from data.generator.worlds import (
     with_val,
     worlds,
 )
-from data.generator.writers import LAYOUTS, WORDS, add_decoys, has_other_categories
+from data.generator.writers import (
+    LAYOUTS,
+    WORDS,
+    add_decoys,
+    add_other_files,
+    has_other_categories,
+)
 from helpers import SEED, examples, seeded
 from hypothesis import Phase, given, note
 
@@ -65,6 +71,7 @@ def write(world: World, root: Path, *, is_blank: bool = False) -> Tree:
     tree = Tree(root, is_blank=is_blank, form=form)
     ALL[world.layout][1](world, tree)
     add_decoys(world, tree)
+    add_other_files(world, tree)
     tree.data, _ = dataset_folders(DataConfig(root=str(tree.data)))
     return tree
 

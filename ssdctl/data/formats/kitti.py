@@ -59,7 +59,7 @@ def _read_folder(
 ) -> list[LabeledImage]:
     labels = folder.relative_to(finder.root).as_posix()
     texts = (PurePosixPath(name) for name in files_below(folder))
-    files = sorted(f for f in texts if f.suffix.lower() == ".txt" and not f.name.startswith("._"))
+    files = sorted(file for file in texts if file.suffix.lower() == ".txt")
     wanted = [
         Wanted(file.with_suffix("").as_posix(), labels, split, is_label_file=True) for file in files
     ]

@@ -69,8 +69,7 @@ def recognize(path: Path) -> Path | None:
     seen = Counter[str]()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
-        is_xml = file.lower().endswith(".xml") and not file.startswith("._")
-        if is_xml and seen[folder] < MAX_TRIED:
+        if file.lower().endswith(".xml") and seen[folder] < MAX_TRIED:
             seen[folder] += 1
             if root_element(path / name) == "annotation":
                 return path / folder
@@ -127,7 +126,6 @@ def _refuse_missing(root: Path, xmls: list[_Xml], found: list[str | None]) -> No
 def _find_xmls(root: Path, files: list[str], notes: list[str]) -> _Xmls:
     """Return the XML files of the format; others beside them, as of GDAL, are noted."""
     paths = [path for path in map(PurePosixPath, files) if path.suffix.lower() == ".xml"]
-    paths = [path for path in paths if not path.name.startswith("._")]  # metadata from macOS
     names = in_threads(lambda path: root_element(root / path), paths)
     xmls: _Xmls = {}
     for path, name in zip(paths, names, strict=True):

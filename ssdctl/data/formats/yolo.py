@@ -31,7 +31,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted, parts_of
-from ssdctl.data.formats import in_pixels, read_lines
+from ssdctl.data.formats import in_pixels, read_lines, with_words
 from ssdctl.data.image_files import (
     dataset_folder,
     files_below,
@@ -87,10 +87,11 @@ def recognize(path: Path) -> Path | None:
         return path if path.suffix.lower() in (*YAML, ".data") else None
     if described := _read_yaml(path):
         return described[0]
-    if (found := _find_darknet(path)) is None:
-        return None
     texts = (path / name for name in files_below(path) if name.lower().endswith(".txt"))
-    return found[0] if any(map(has_boxes, itertools.islice(texts, MAX_TRIED))) else None
+    if not any(map(has_boxes, itertools.islice(texts, MAX_TRIED))):
+        return None  # files of names may be another program's
+    found = _find_darknet(path)
+    return found[0] if found else None
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
@@ -138,8 +139,10 @@ def _is_list(root: Path, text: PurePosixPath) -> bool:
     """Return whether `train.txt` lists images; it may as well be the labels of a `train.jpg`."""
     if split_of(text.stem) is None:
         return False
-    line = next((line for _, line in read_lines(root / text, MAX_LIST_BYTES)), "")
-    return is_image(PurePosixPath(line.strip()))
+    with contextlib.suppress(DataError):  # in another encoding, so it is a note
+        line = next((line for _, line in read_lines(root / text, MAX_LIST_BYTES)), "")
+        return is_image(PurePosixPath(line.strip()))
+    return False
 
 
 def has_boxes(path: Path) -> bool:
@@ -154,7 +157,8 @@ def has_boxes(path: Path) -> bool:
 def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
     """Return the content of the YAML file that has `names`; None if there is none."""
     candidates = [file] if file else [root / "data.yaml", root / "dataset.yaml"]
-    candidates += [] if file else sorted([*root.glob("*.yaml"), *root.glob("*.yml")])
+    if file is None:  # other programs' files may have another encoding, or several documents
+        candidates += with_words(sorted([*root.glob("*.yaml"), *root.glob("*.yml")]), b"names")
     for path in candidates:
         if path.suffix.lower() not in YAML or not path.is_file():
             continue
@@ -490,7 +494,6 @@ def _unused_labels(
         for text in texts
         if (text.parent in folders or text.stem not in elsewhere)
         and text not in used
-        and not text.name.startswith("._")
         and has_boxes(root / text)
     ]
 

@@ -33,7 +33,7 @@ CLASSES = (
     *("bolt", "traffic light", "a,b", 'say "hi"', "#9", "ünï ✓", "no", "17", "it's", "x: y"),
     *("test", "null"),
 )
-OPTIONS = ("classes", "group", "read-only", "later val", "other categories")
+OPTIONS = ("classes", "group", "read-only", "later val", "other categories", "other files")
 STRAY = "a stray copy"
 DECOYS = (
     *("aaa", "overlay", "SegmentationClassVisualization", "masks", "zz detections", "old/photos"),

@@ -19,6 +19,15 @@ import yaml
 from data.generator.worlds import STRAY, Layout, Picture, Thing, Tree, World, blank, paint
 
 Write = Callable[[World, Tree], None]
+OTHER_FILES: dict[str, str | bytes] = {  # of other programs
+    "deploy.yaml": "a: 1\n---\nb: 2\n",
+    ".ci.yml": "a: {{ x }}\n\tb: 1\n",
+    "compose.yml": b"# Gr\xf6\xdfe\na: 1\n",
+    "tasks.yml": "a: 1\na: 2\n",
+    "notes on training.txt": b"Gr\xf6\xdfe\n",
+    "notes on tests.txt": "Maße".encode("utf-16"),
+}
+METADATA = b"\0\5\x16\7\0\2\0\0Mac OS X\xb0"
 WORDS = {"train": "train", "val": "valid", "test": "test"}  # Roboflow's
 SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -568,6 +577,18 @@ def add_decoys(world: World, tree: Tree) -> None:
             for folder in {p.folder for p in siblings if not p.folder.endswith(own)}:
                 lead = path.removesuffix(picture.name)
                 _decoy(world, tree, picture, f"{lead}{folder}/{picture.stem}{picture.suffix}")
+
+
+def add_other_files(world: World, tree: Tree) -> None:
+    """Write files that are none of the dataset's, and the metadata that macOS writes beside each."""
+    if "other files" in world.options:
+        for name, content in OTHER_FILES.items():
+            tree.write(name, content)
+        if "yolo" not in world.layout:
+            tree.write("backup.data", "names = backup.names\n")
+        for file in [path.relative_to(tree.root) for path in tree.files]:
+            for folder in (".", "__MACOSX"):
+                tree.write(f"{folder}/{file.with_name(f'._{file.name}')}", METADATA)
 
 
 def _decoy(world: World, tree: Tree, picture: Picture, path: str) -> None:
