@@ -50,8 +50,8 @@ def divided(
 
     Images that were divided before stay where they are, see `sides_of`. Of the others, only the
     path below the dataset folder decides: the same files are divided the same way everywhere. Paths
-    with the same match of the regular expression `group` (or of its first group) stay together, and
-    the share is approximate.
+    with the same match of the regular expression `group` (or of its first group that matches) stay
+    together, and the share is approximate.
 
     Args:
         folder: The folder of the file names, relative to the dataset folder.
@@ -174,7 +174,7 @@ def _groups(names: Sequence[str], group: str) -> list[str]:
     if not any(matches):
         raise UsageError(f"--group {group}: matches no file name, such as {names[0]}")
     return [
-        n if m is None else m[1 if m.re.groups else 0] or ""
+        n if m is None else next((part for part in m.groups() if part is not None), m[0])
         for n, m in zip(names, matches, strict=True)
     ]
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 from unicodedata import normalize
@@ -245,6 +246,15 @@ def test_a_group_may_be_in_another_form_than_the_names() -> None:
     whole = annotations_of(["é1.jpg", "é2.jpg", "f3.jpg"])
     parts = [part.file_names for part in divided(whole, 0.7, normalize("NFD", "é"))]
     assert ["é1.jpg", "é2.jpg"] in parts
+
+
+def test_the_first_group_that_matches_counts() -> None:
+    names = [f"{camera}{n}-{frame}.jpg" for camera in "ab" for n in range(4) for frame in range(3)]
+    whole = annotations_of([*names, "c0.jpg", "c1.jpg"])
+    for part in divided(whole, 0.5, r"a(\d)|b(\d)|^c"):
+        counts = Counter(name[0] for name in part.file_names)
+        assert 0 < counts["a"] == counts["b"] < 12
+        assert counts["c"] in (0, 2)
 
 
 def test_the_folder_of_images_may_be_in_any_form(tmp_path: Path) -> None:
