@@ -188,8 +188,11 @@ def _splits(
     """
     if (lists / "Main").is_dir():
         lists /= "Main"
-    named = {LISTS.get(path.stem.lower()): path for path in sorted(lists.glob("*.txt"))}
-    stems = {n: _stems(path, names, finder) for n, path in named.items() if n is not None}
+    stems: dict[str, list[str]] = {}
+    for path in sorted(lists.glob("*.txt")):
+        if word := LISTS.get(path.stem.lower()):
+            listed = [*stems.get(word, ()), *_stems(path, names, finder)]
+            stems[word] = list(dict.fromkeys(listed))
     if {"train", "trainval", "default"}.isdisjoint(stems):
         refuse(
             lists,
@@ -221,9 +224,8 @@ def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
             words.append(line.split('"')[1])
         else:
             words.append(re.sub(r"(\s+-?\d+)+$", "", line))
-    stems = list(dict.fromkeys(words))
-    refuse(path, "not plain names", [stem for stem in stems if not is_plain_name(stem)])
-    return stems
+    refuse(path, "not plain names", [word for word in words if not is_plain_name(word)])
+    return words
 
 
 def _find_images(

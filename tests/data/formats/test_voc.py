@@ -120,10 +120,11 @@ def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:
     """A list per subset, images in folders, names with spaces."""
     train = ["# made by hand", "a", "#e", "day 1/b"]
     lists = {"Train": train, "Validation": ["c d  "], "default": ["e"], "cat_Train": ["a  1"]}
-    splits = read(voc(tmp_path, dict.fromkeys(("a", "day 1/b", "c d", "e"), CAT), lists))
+    lists["val"] = ["f", "c d"]
+    splits = read(voc(tmp_path, dict.fromkeys(("a", "day 1/b", "c d", "e", "f"), CAT), lists))
     images = ["JPEGImages/a.jpg", "JPEGImages/day 1/b.jpg", "JPEGImages/e.jpg"]
     assert list(boxes_of(splits)) == images
-    assert list(boxes_of(splits, "val")) == ["JPEGImages/c d.jpg"]
+    assert list(boxes_of(splits, "val")) == ["JPEGImages/c d.jpg", "JPEGImages/f.jpg"]
 
 
 @pytest.mark.parametrize("suffix", [".bmp", ".png", ".PNG"])
