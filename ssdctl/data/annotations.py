@@ -182,12 +182,6 @@ def root_folder(root: Path) -> Path:
     return root.parent if root.is_file() else root
 
 
-def relative_folder(path: Path, root: Path) -> str:
-    """Return a path relative to the dataset folder if it is below it, else absolute."""
-    path, base = path.absolute(), root_folder(root).absolute()
-    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-
-
 def paths_below(folder: str, names: Sequence[str]) -> list[str]:
     """Return the paths of images below the dataset folder, in Unicode form NFC.
 

@@ -33,7 +33,6 @@ from ssdctl.data.annotations import (
     one_image_per_file,
     paths_below,
     refuse,
-    relative_folder,
     split_of,
     with_classes,
 )
@@ -47,6 +46,7 @@ from ssdctl.data.image_files import (
     files_below,
     in_threads,
     is_image,
+    relative_folder,
     size_or_none,
 )
 from ssdctl.data.sources import other_dataset, read_sources

@@ -93,6 +93,12 @@ def dataset_folder(path: Path) -> Path:
     return folder.parent if folder.name in ANNOTATION_FOLDERS else folder
 
 
+def relative_folder(path: Path, root: Path) -> str:
+    """Return a path relative to the dataset folder if it is below it, else absolute."""
+    path, base = path.absolute(), dataset_folder(root).absolute()
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+
+
 def split_folders(root: Path, split: str) -> Iterator[Path]:
     """Yield the folders with the name of a split: `images/Train`, `val2017`, `obj_Train_data`."""
     for base in (root / "images", root):

@@ -22,12 +22,11 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     paths_below,
-    relative_folder,
 )
 from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
 from ssdctl.data.divide import is_held_out
-from ssdctl.data.image_files import changed_images, require_image_folder
+from ssdctl.data.image_files import changed_images, relative_folder, require_image_folder
 from ssdctl.data.index import again_command
 from ssdctl.data.prepare import config_of, has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome

@@ -36,7 +36,6 @@ from ssdctl.data.annotations import (
     Conversion,
     Finding,
     Resolved,
-    relative_folder,
     root_folder,
 )
 from ssdctl.data.check import (
@@ -70,7 +69,7 @@ from ssdctl.data.image_check import (
     check_images,
     verified,
 )
-from ssdctl.data.image_files import changed_images, file_sizes
+from ssdctl.data.image_files import changed_images, file_sizes, relative_folder
 from ssdctl.data.report import (
     Outcome,
     SplitReport,

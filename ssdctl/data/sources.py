@@ -23,10 +23,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data import TOML, index, usual_store
-from ssdctl.data.annotations import Resolved, relative_folder, root_folder
+from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco, recognized
-from ssdctl.data.image_files import files_below, in_threads, is_image
+from ssdctl.data.image_files import files_below, in_threads, is_image, relative_folder
 from ssdctl.data.store import image_folder
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (

@@ -27,9 +27,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data import index, prepare_command
-from ssdctl.data.annotations import ClassName, root_folder
+from ssdctl.data.annotations import ClassName
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
+from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     disk_error,
@@ -270,7 +271,7 @@ def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int
 
 
 def image_folder(root: Path, metadata: index.Metadata) -> Path:
-    folder, name = root_folder(root), metadata.images
+    folder, name = dataset_folder(root), metadata.images
     return (
         Path(name) if name.startswith("/") else folder if name == "." else safe_join(folder, name)
     )

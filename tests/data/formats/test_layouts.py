@@ -346,12 +346,22 @@ def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
     prepared(cli, "mine")
 
 
-def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
-    exports.roboflow_yolo(tmp_path / "first")
-    prepared(cli, "first", "--no-pack")
+@pytest.mark.parametrize(
+    ("export", "data", "images"),
+    [
+        (exports.roboflow_yolo, "", ""),
+        (exports.coco, "annotations/instances_train.json", "images/train"),
+    ],
+)
+def test_a_copied_export_keeps_its_own_images(
+    tmp_path: Path, cli: Cli, export: Callable[[Path], Path], data: str, images: str
+) -> None:
+    export(tmp_path / "first")
+    prepared(cli, Path("first", data), "--no-pack")
     shutil.move(tmp_path / "first", tmp_path / "second")
-    assert opened(Path("second")).images.folder == Path("second")
-    assert json.loads(prepared(cli, "second", "--no-pack", "--json").out)["unchanged"]
+    assert opened(Path("second", data)).images.folder == Path("second", images)
+    again = prepared(cli, Path("second", data), "--no-pack", "--json")
+    assert json.loads(again.out)["unchanged"]
 
 
 def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli: Cli) -> None:
