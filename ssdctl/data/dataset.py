@@ -180,7 +180,7 @@ def read_and_convert(
     """
     division = _last_division(root, store) if store else UNDIVIDED
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
-    read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
+    read = module.read(root, relative_image_dir(root, folder)) if folder else module.read(root)
     for name, part in read.items():
         names = [msgspec.structs.replace(c, name=nfc(c.name)) for c in part.classes]
         read[name] = part._replace(classes=names)
@@ -238,7 +238,7 @@ def _last_division(root: Path, store: Path) -> Division:
     return division
 
 
-def _image_dir(root: Path, folder: str) -> str:
+def relative_image_dir(root: Path, folder: str) -> str:
     """Return the folder that the user names, relative to the dataset folder."""
     base = dataset_folder(root)
     for path in (base / folder, Path(folder)):

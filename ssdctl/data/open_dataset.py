@@ -24,7 +24,13 @@ from ssdctl.data.annotations import (
     paths_below,
 )
 from ssdctl.data.check import Checked, check
-from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
+from ssdctl.data.dataset import (
+    read_dataset,
+    relative_image_dir,
+    require_root,
+    require_split,
+    resolve_images,
+)
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.image_files import changed_images, relative_folder, require_image_folder
 from ssdctl.data.index import again_command
@@ -63,7 +69,10 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    given = Conversion(source, options.split, options.classes, options.image_dir, options.group)
+    image_dir = options.image_dir
+    with contextlib.suppress(UsageError):  # the folder may be gone once its images are packed
+        image_dir = image_dir and relative_image_dir(root, image_dir)
+    given = Conversion(source, options.split, options.classes, image_dir, options.group)
     if not force:
         refuse_store_of_another(root, folder)
     is_replaced = other_dataset(root, folder) is not None

@@ -1,6 +1,7 @@
 """Which image file labels mean, and which split: the same in every format, and never a guess."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -192,12 +193,16 @@ def test_what_is_ambiguous_or_missing_is_named(tmp_path: Path, name: str) -> Non
         {"bbox.csv": openimages("a")},
     ],
 )
-def test_the_image_folder_is_an_option(tmp_path: Path, cli: Cli, labels: dict[str, str]) -> None:
+def test_the_image_folder_is_an_option(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, labels: dict[str, str]
+) -> None:
     data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
     cli("prepare", "--data", data).expect(3, "--image-dir")
     assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2
-    for folder in ("pics", data / "pics"):
+    for folder in ("pics", data / "pics", os.path.relpath(data / "pics")):
         cli("prepare", "--data", data, "--image-dir", folder, "--force").expect(0)
+    monkeypatch.chdir(data)
+    cli("prepare", "--data", data, "--force").expect(0)
     annotations = annotations_of(data, data / "prepared")["train"]
     assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
 
