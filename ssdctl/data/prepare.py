@@ -306,7 +306,8 @@ def _unchanged_outcome(
             return None
         if not _fits(metadata, folder, config):
             return None
-        if _have_changed(image_folder(root, metadata), metadata, index.read_images(folder, split)):
+        known = index.read_images(folder, split)
+        if _have_changed(root, image_folder(root, metadata), metadata, known):
             return None
     # The folder may have been moved or copied since.
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
@@ -545,10 +546,15 @@ def _hash(names: Iterable[str]) -> str:
     return hashlib.sha256(os.fsencode("\0".join(names))).hexdigest()
 
 
-def _have_changed(folder: Path, metadata: index.Metadata, known: index.IndexedImages) -> bool:
+def _have_changed(
+    root: Path, folder: Path, metadata: index.Metadata, known: index.IndexedImages
+) -> bool:
     """Return whether images changed; those of a packed store may have been deleted."""
-    is_packed = metadata.packed
-    return bool(changed_images(folder, known.names, known.fingerprints, may_be_gone=is_packed))
+    may_be_gone = metadata.packed
+    if relative_folder(folder, root) != metadata.images:  # it may be misspelled
+        may_be_gone &= folder.is_dir()
+        may_be_gone &= {*file_sizes(image_folder(root, metadata), known.names)} == {None}
+    return bool(changed_images(folder, known.names, known.fingerprints, may_be_gone=may_be_gone))
 
 
 def _known_images(store: _Store, split: str, images: Annotations) -> CheckedImages | None:
@@ -566,7 +572,7 @@ def _known_images(store: _Store, split: str, images: Annotations) -> CheckedImag
         return None  # damaged
     if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
         return None
-    if _have_changed(images.folder, metadata, known):
+    if _have_changed(store.root, images.folder, metadata, known):
         return None
     new_ids = dict(zip(known.ids.tolist(), images.image_ids.tolist(), strict=True))
     findings = [

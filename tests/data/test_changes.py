@@ -181,6 +181,16 @@ def test_packed_images_are_replaced_only_by_prepare(
     assert len(open_dataset(dataset, store)["train"].image_ids) == 23
 
 
+@pytest.mark.parametrize("other", ["missing", "annotations"])
+def test_images_of_another_folder_are_not_the_packed_ones(dataset: Path, other: str) -> None:
+    table = f'[train]\nimages = "{{}}"\nannotations = "{COCO}"\n'
+    exports.tree(dataset, {"dataset.toml": table.format("train2017")})
+    prepare(dataset, dataset / "store")
+    exports.tree(dataset, {"dataset.toml": table.format(other)})
+    with pytest.raises(DataError):
+        prepare(dataset, dataset / "store")
+
+
 def test_a_command_does_not_name_the_usual_store(tmp_path: Path) -> None:
     store = Path(os.path.relpath(tmp_path / "prepared"))
     assert "--store" not in prepare_command(tmp_path, store)
