@@ -360,10 +360,10 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     """Merge entries of one file, and take absent image sizes from the files."""
     annotations = one_image_per_file(annotations)
     folder, names, sizes = annotations.folder, annotations.file_names, annotations.sizes
-    wrong = [repr(name) for name in names if not is_utf8(name)]
-    refuse(
-        folder, "names of images that are not UTF-8", wrong, "rename the images and their labels"
-    )
+    paths = (str(path.absolute()) for path in (folder, annotations.origin))  # the index has them
+    wrong = [repr(name) for name in (*paths, *names) if not is_utf8(name)]
+    hint = "rename the folder, or the images and their labels"
+    refuse(folder, "names of folders or images that are not UTF-8", wrong, hint)
     if len(num_bytes) != len(names):
         num_bytes = file_sizes(folder, names)
     unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]

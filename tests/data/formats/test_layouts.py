@@ -383,6 +383,9 @@ def test_names_that_are_not_utf8(tmp_path: Path, cli: Cli) -> None:
     assert not is_prepared(tmp_path, tmp_path / "prepared")
     shutil.copy(tmp_path / "images/a.png", tmp_path / f"images/{name}.png")
     assert "UTF-8" in refused(cli, "prepare", "--data", tmp_path)
+    root = exports.flat_coco(tmp_path / name)
+    assert "rename the folder" in refused(cli, "prepare", "--data", root)
+    assert not (root / "prepared").exists()
 
 
 @pytest.mark.parametrize(
