@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data import prepare_command
-from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.annotations import Annotations, ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
@@ -151,10 +151,14 @@ def _was_divided_anew(
 
 
 def rows_to_score(
-    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
+    split: Split,
+    truth: Annotations,
+    settings: EvaluateConfig,
+    what: str,
+    held: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
-    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
+    has_objects = np.bincount(truth.rows, minlength=split.num_images) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))
     rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
     text = counted(len(rows), "image")

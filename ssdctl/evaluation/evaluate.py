@@ -389,7 +389,8 @@ def detect_on_split(
     how["category_ids"] = dataset_category_ids(checkpoint, split.classes, root)
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on "
     what += name_of_images(root, name_of_split, fold, is_default=not data.root)
-    rows = rows_to_score(split, settings, what, held)
+    truth = read_ground_truth(split.index_file)
+    rows = rows_to_score(split, truth, settings, what, held)
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
@@ -409,9 +410,7 @@ def detect_on_split(
         score_threshold=detector.score_threshold,
         warnings=warnings,
     )
-    if found is None:
-        return None
-    return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
+    return None if found is None else DetectedSplit(truth, found, split.image_ids[rows], about)
 
 
 def _require_same(
