@@ -175,15 +175,20 @@ def require_own_file(path: Path, option: str, beginning: str) -> None:
         beginning: Regular expression of the first characters of a result. It sees the first and
             the last megabyte of a larger file.
     """
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: is a folder", hint="name a file")
-    if path.is_file():
+    if has_content(path, option):
         with read_errors(path), open_regular(path) as file:
             content = file.read(1 << 20)
             file.seek(max(len(content), path.stat().st_size - (1 << 20)))
             content += file.read(1 << 20)
-        if content and not re.match(beginning.encode(), content, re.IGNORECASE):
+        if not re.match(beginning.encode(), content, re.IGNORECASE):
             refuse_other_file(path, option)
+
+
+def has_content(path: Path, option: str) -> bool:
+    """Return whether a file exists and is not empty; refuse a folder."""
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder", hint="choose another name or folder")
+    return path.is_file() and path.stat().st_size > 0
 
 
 def refuse_other_file(path: Path, option: str) -> NoReturn:

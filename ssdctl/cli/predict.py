@@ -317,7 +317,8 @@ def _predict_videos(
     style: dict[str, Any],
 ) -> None:
     """Predict on videos; a damaged one does not stop the others."""
-    failures, interrupt = 0, None
+    failures = 0
+    interrupt: BaseException | None = None
     with contextlib.ExitStack() as stack:
         lines = None
         if out is not None:
@@ -328,10 +329,10 @@ def _predict_videos(
             except DataError as error:
                 call.console.warning(str(error))
                 failures += 1
-            except KeyboardInterrupt as error:
+            except (KeyboardInterrupt, SsdctlError) as error:
                 if lines is None or not lines.tell():
                     raise
-                interrupt = error
+                interrupt = error  # after the results until here are written
                 break
     if interrupt is not None:
         raise interrupt
@@ -363,7 +364,6 @@ def _predict_video(
         if target is not None:
             file = stack.enter_context(atomic_write(target))
             writer = VideoWriter(file, video.rate / settings.every, style)
-            stack.enter_context(contextlib.closing(writer))
             written = f", written to {target}"
         try:
             for frame, found in _frames(call, detector, name, video):
@@ -375,6 +375,8 @@ def _predict_video(
             failure = error
         if failure is not None and not count:
             raise failure  # nothing is written
+        if writer is not None:
+            writer.close()  # not after a failed write, whose error it would hide
         call.console.info(f"{name}: {counted(count, 'frame')}{written}")
     if failure is not None and not (is_camera(name) and isinstance(failure, KeyboardInterrupt)):
         raise failure

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from ssdctl.errors import UsageError
-from ssdctl.files import atomic_write, refuse_other_file
+from ssdctl.files import atomic_write, has_content, refuse_other_file
 
 # Okabe and Ito's palette, also for color-blind readers, then the colors farthest from all before
 # them, in CIELAB and as color-blind readers see them.
@@ -147,7 +147,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 def require_drawn(path: Path, option: str) -> None:
     """Refuse to replace a file, unless it is an image that `save_image` wrote, or empty."""
-    if not path.is_file() or not path.stat().st_size:
+    if not has_content(path, option):
         return
     with contextlib.suppress(Exception), Image.open(path) as image:
         if image.getexif().get(SOFTWARE) == MARK:

@@ -25,7 +25,7 @@ from PIL import Image
 from ssdctl.data.drawing import MARK
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, SsdctlError, import_package
-from ssdctl.files import refuse_other_file
+from ssdctl.files import has_content, refuse_other_file
 from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect_ahead
 from ssdctl.inference.sources import is_camera
 from ssdctl.model.results import Result
@@ -123,7 +123,7 @@ class Video:
 
 def require_drawn_video(path: Path, option: str) -> None:
     """Refuse to replace a file, unless it is a video that `VideoWriter` wrote, or empty."""
-    if not path.is_file() or not path.stat().st_size:
+    if not has_content(path, option):
         return
     av = import_package("av")
     with contextlib.suppress(av.error.FFmpegError), av.open(str(path)) as container:

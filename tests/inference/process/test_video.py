@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import Cli
 from PIL import Image
+from process.test_full_disk import full_at
 
 import ssdctl
 from ssdctl.cli.console import Console
@@ -71,6 +72,9 @@ def test_an_annotated_file(cli: Cli, checkpoint: Path, image_files: list[Path]) 
         shutil.copy("mine.mp4", f"drawn/{name}")
         cli(*common, "--out", "drawn").expect(2, f"{name}: exists")
         Path("drawn", name).unlink()
+    Path("drawn/a.mp4").mkdir()
+    cli(*common, "--out", "drawn").expect(2, "is a folder")
+    Path("drawn/a.mp4").rmdir()
     for _ in range(2):
         cli(*common, "--out", "drawn").expect(0)
     rows = [json.loads(line) for line in Path("drawn/detections.jsonl").read_text().splitlines()]
@@ -125,6 +129,18 @@ def test_ctrl_c_keeps_the_results_so_far(
     options = ("--save", "coco", "--out", "c", *COMMON)
     cli("predict", checkpoint, *image_files[:6], *options).expect(130)
     assert len(json.loads(Path("c/coco.json").read_text())["images"]) == 3
+
+
+def test_a_full_disk_keeps_the_results_so_far(
+    cli: Cli, checkpoint: Path, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.mkv", "b.mkv"):
+        write_video(Path(name), image_files, 9)
+    with full_at(3, monkeypatch):  # after the detections and the first video
+        cli("predict", checkpoint, "a.mkv", "b.mkv", "--out", "o", *COMMON).expect(6, "o/b.mp4")
+    rows = [json.loads(line) for line in Path("o/detections.jsonl").read_text().splitlines()]
+    assert {row["image"] for row in rows} >= {"a.mkv"}
+    assert sorted(p.name for p in Path("o").iterdir()) == ["a.mp4", "detections.jsonl"]
 
 
 def test_a_damaged_end_keeps_the_rest(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
