@@ -21,6 +21,7 @@ import msgspec
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.settings import (
+    DEFAULT,
     TABLES,
     Config,
     Kind,
@@ -52,7 +53,6 @@ PLAIN_TYPES = {
 }
 
 
-DEFAULT = Source(Kind.DEFAULT, "default")
 ASSIGNMENT = Source(Kind.CALL, "--set")
 
 

@@ -58,6 +58,9 @@ class Source(NamedTuple):
         return self.label
 
 
+DEFAULT = Source(Kind.DEFAULT, "default")
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings, and the source of each."""
 
@@ -99,6 +102,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         table = msgspec.structs.replace(getattr(self, section), **{name: value})
         sources = self.sources if source is None else {**self.sources, path: source}
         return msgspec.structs.replace(self, **{section: table, "sources": sources})
+
+    def with_defaults(self, values: Mapping[str, Any]) -> Config:
+        """Return a copy with other defaults, which only settings of the call override."""
+        config = self
+        for path, value in values.items():
+            if self.sources[path].kind is not Kind.CALL:
+                config = config.with_value(path, value, DEFAULT)
+        return config
 
 
 TABLES = {

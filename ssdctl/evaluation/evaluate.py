@@ -374,8 +374,9 @@ def detect_on_split(
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import choose_tiling, open_detector
+    from ssdctl.inference.predict import choose_tiling, fit_to_graph, open_detector
 
+    config = fit_to_graph(checkpoint, config)
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     fold = choose_fold(fold_of or checkpoint, config, root)

@@ -105,6 +105,7 @@ def _cost(
         path.write_bytes(graphs.with_metadata(graph, measured))
         device, checkpoint = open_device("cpu"), read_model(path)
         how: dict[str, Any] = {"progress": progress, "name": name, "fold_of": deployment.checkpoint}
+        config = config.with_defaults({"evaluate.split": "val", "evaluate.annotated_only": False})
         found = detect_on_split(checkpoint, config, device, **how)
         assert found is not None  # a single process
         evaluation, size = found.score(verify=config.evaluate.verify), path.stat().st_size

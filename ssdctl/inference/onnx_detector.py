@@ -58,7 +58,8 @@ class OnnxDetector:
     ) -> None:
         score_threshold, nms_iou = config.score_threshold, config.nms_iou
         if config.precision != "fp32":
-            raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
+            problem = f"{checkpoint.path}: the precision of an ONNX file is fixed"
+            raise UsageError(problem, hint="leave it out")
         self.device = device
         self._path = checkpoint.path
         self._num_classes = checkpoint.architecture.num_classes

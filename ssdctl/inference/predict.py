@@ -180,9 +180,9 @@ def load_detector(checkpoint: Named, config: Config) -> tuple[ImageDetector, str
 
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """
-    settings = config.predict
-    opened = open_device(settings.device, find_ranks().local_rank)
+    opened = open_device(config.predict.device, find_ranks().local_rank)
     read = read_model(locate_checkpoint(checkpoint, mirror=config.download.mirror))
+    settings = (config := fit_to_graph(read, config)).predict
     thresholds = score_thresholds(read, settings.score)
     least = (read.nms[0] if isinstance(read, OnnxGraph) else None) or 0.0
     score = max(min(thresholds), least) if settings.score in (None, "best") else thresholds[0]
@@ -193,6 +193,20 @@ def load_detector(checkpoint: Named, config: Config) -> tuple[ImageDetector, str
         log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
     detector = ImageDetector(backend, classes, settings, tiling, thresholds)
     return detector, f"ssd300-{read.architecture.backbone}"
+
+
+def fit_to_graph(checkpoint: ModelFile, config: Config) -> Config:
+    """Replace settings of files and variables that an ONNX file has fixed in another way."""
+    if not isinstance(checkpoint, OnnxGraph):
+        return config
+    values: dict[str, Any] = {"predict.precision": "fp32", "evaluate.precision": "fp32"}
+    least, iou = checkpoint.nms
+    if least is not None:
+        values |= {"predict.nms_iou": iou, "evaluate.nms_iou": iou}
+        low = config.evaluate.score_threshold
+        scores = {"predict.score": config.predict.score, "evaluate.score_threshold": low}
+        values |= {k: max(v, least) for k, v in scores.items() if isinstance(v, float)}
+    return config.with_defaults(values)
 
 
 def choose_tiling(checkpoint: ModelFile, config: Config) -> Tiling | None:

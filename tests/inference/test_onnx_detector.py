@@ -15,6 +15,7 @@ import ssdctl
 from ssdctl.checkpoint.exported import InputConvention, OnnxDescription
 from ssdctl.checkpoint.file import read_model
 from ssdctl.device import open_device
+from ssdctl.errors import UsageError
 from ssdctl.inference.predict import open_detector
 
 onnx = pytest.importorskip("onnx")
@@ -81,6 +82,11 @@ def test_thresholds(cli: Cli, write: Write, image_file: Path) -> None:
         result = cli("predict", path, image_file, "--device", "cpu", *options)
         assert (result.code, str(options[1]) in result.err) == (2, True), result.err
         assert options[0] != "--score" or f"give {FACTS.score_threshold} or more" in result.err
+    with pytest.raises(UsageError, match="precision"):
+        ssdctl.load(path, device="cpu", precision="bf16")
+    settings = 'precision = "bf16"\nnms_iou = 0.4\nscore = 0.01'
+    Path("ssdctl.toml").write_text(f"[predict]\n{settings}")  # for other networks
+    assert cli("predict", path, image_file, "--device", "cpu").expect(0).out.count("ball") == 1
 
 
 @pytest.mark.parametrize("batch", ["batch", "1", "2", "4"])

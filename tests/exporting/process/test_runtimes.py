@@ -234,6 +234,7 @@ def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
     refused.expect(5, "lowers the AP", "--max-ap-loss")
     assert not list(Path().glob("*x.onnx*"))
 
+    Path("ssdctl.toml").write_text('[evaluate]\nsplit = "train"\nprecision = "bf16"\n')
     result = cli("export", checkpoint, *options, "--out", "x.onnx", "--max-ap-loss", 1).expect(0)
     assert "model.onnx" not in result.err  # a temporary file
     metrics = json.loads(result.out)
@@ -244,7 +245,8 @@ def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
     assert min(before["latency_ms"], after["latency_ms"]) > 0
     assert f"AP {before['ap']:.4f}" in result.err
     assert f"AP {after['ap']:.4f}" in result.err
-    scored = cli("evaluate", "x.onnx", "--data", own_truth, "--device", "cpu", "--json").expect(0)
+    shown = ("--split", "val", "--device", "cpu", "--json")
+    scored = cli("evaluate", "x.onnx", "--data", own_truth, *shown).expect(0)
     assert json.loads(scored.out)["AP"] == pytest.approx(after["ap"], abs=1e-3)
 
     model = onnx.load("x.onnx")
