@@ -36,7 +36,7 @@ from ssdctl.inference.image_detector import (
     unshared,
 )
 from ssdctl.inference.onnx_detector import OnnxDetector
-from ssdctl.inference.sources import is_video, source_of
+from ssdctl.inference.sources import is_video, refuse_video_url, source_of
 from ssdctl.inference.video import open_video
 from ssdctl.model.postprocess import DEFAULT_SCORE, TILES_PER_PASS
 from ssdctl.model.results import Result
@@ -127,6 +127,7 @@ class Predictor:
         with contextlib.ExitStack() as stack:
             items: Any = images
             if isinstance(images, str | os.PathLike) and is_video(os.fspath(images)):
+                refuse_video_url(os.fspath(images))
                 video = stack.enter_context(open_video(os.fspath(images)))
                 items = (frame.pixels for frame in video.frames())
             is_array = getattr(items, "ndim", 0) in (2, 3)  # an array or tensor of pixels
@@ -151,6 +152,7 @@ class Predictor:
 
     def _prepare(self, image: OneImage, canceled: threading.Event | None = None) -> PreparedImage:
         if isinstance(image, str | os.PathLike) and is_video(os.fspath(image)):
+            refuse_video_url(os.fspath(image))
             raise UsageError(
                 f"{os.fspath(image)}: a video, not an image",
                 hint="predict_iter(path) yields a result for each frame",

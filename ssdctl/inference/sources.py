@@ -163,8 +163,16 @@ def is_camera(name: str) -> bool:
 
 def is_video(name: str) -> bool:
     """Return whether a name is of a video file or a camera, by its form; a folder is neither."""
-    path = Path(name)
+    path = Path(re.split("[?#]", name)[0] if _SCHEME.match(name) else name)
     return is_camera(name) or (path.suffix.lower() in VIDEO_SUFFIXES and not path.is_dir())
+
+
+def refuse_video_url(name: str) -> None:
+    if _SCHEME.match(name):
+        raise UsageError(
+            f"{redact_url(name)}: videos by URL are not supported",
+            hint="fetch the file, and give its path",
+        )
 
 
 def split_videos(names: Sequence[str]) -> list[str]:
@@ -175,11 +183,7 @@ def split_videos(names: Sequence[str]) -> list[str]:
     """
     videos = [name for name in names if is_video(name)]
     for name in videos:
-        if _SCHEME.match(name):
-            raise UsageError(
-                f"{redact_url(name)}: videos by URL are not supported",
-                hint="fetch the file, and give its path",
-            )
+        refuse_video_url(name)
     if videos and len(videos) < len(names):
         other = next(name for name in names if name not in videos)
         raise UsageError(

@@ -108,6 +108,6 @@ def test_which_names_are_images_and_videos() -> None:
     for name in ("best.pt", "hf://org/name", "ssd300-vgg16-coco", "s3://bucket/a"):
         assert not looks_like_image(name), name
     assert split_videos(["a.MP4", "/dev/video0"]) == ["a.MP4", "/dev/video0"]
-    assert split_videos(["a.jpg", "-"]) == []
+    assert split_videos(["a.jpg", "-", "https://host/a.jpg?of=x.mov"]) == []
     with pytest.raises(UsageError):
         split_videos(["a.mov", "-"])

@@ -17,7 +17,7 @@ from process.test_full_disk import full_at
 
 import ssdctl
 from ssdctl.cli.console import Console
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.inference import video as video_module
 from ssdctl.inference.video import Frame, Video, open_video
 from ssdctl.model.results import Result
@@ -204,7 +204,7 @@ def test_a_playlist_is_not_a_video() -> None:
     [
         (("none.mp4",), "none.mp4"),
         (("/dev/video97",), "camera"),
-        (("https://host/a.mp4",), "URL"),
+        (("https://host/a.mp4?key=1",), "URL"),
         (("a.mp4", "a.jpg"), "a.jpg"),
         (("a.mp4", "--save", "coco", "--out", "o"), "coco"),
         (("a.mp4", "--out", "."), "replace"),
@@ -214,6 +214,11 @@ def test_usage_errors(cli: Cli, checkpoint: Path, arguments: tuple[str, ...], su
     for name in ("a.mp4", "a.jpg"):
         Path(name).touch()
     cli("predict", checkpoint, *arguments).expect(2, subject)
+    if subject == "URL":
+        predictor = ssdctl.load(checkpoint, device="cpu")
+        for predict in (predictor.predict, lambda url: next(predictor.predict_iter(url))):
+            with pytest.raises(UsageError, match="URL"):
+                predict(arguments[0])
 
 
 def test_large_frames_are_refused(image_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
