@@ -218,7 +218,10 @@ def _predict(
             raise
         interrupt = error  # after the results until here are written
     written = [f"{out}/"] if targets else []
-    written += [writer.close()] if writer is not None else []
+    if not images:  # earlier results are not replaced
+        out, written = None, []
+    elif writer is not None:
+        written.append(writer.close())
     total = f"{counted(images, 'image')}, {counted(objects, 'object')}"
     _close(call, records, " -> ".join(filter(None, [total, ", ".join(written)])), out)
     if interrupt is not None:
@@ -264,7 +267,7 @@ def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
     if call.console.as_json:
         call.console.result(records)
     facts, commands = [("done", done)], []
-    if call.config.predict.save == "yolo":
+    if call.config.predict.save == "yolo" and out is not None:
         facts.append(("then", "correct the boxes in your labeling tool"))
         commands.append(f"ssdctl prepare --data {quoted(out)}")
     call.console.closing(facts, commands)
@@ -318,7 +321,7 @@ def _predict_videos(
 ) -> None:
     """Predict on videos; a damaged one does not stop the others."""
     failures = 0
-    interrupt: BaseException | None = None
+    failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
         lines = None
         if out is not None:
@@ -330,14 +333,14 @@ def _predict_videos(
                 call.console.warning(str(error))
                 failures += 1
             except (KeyboardInterrupt, SsdctlError) as error:
-                if lines is None or not lines.tell():
-                    raise
-                interrupt = error  # after the results until here are written
+                failure = error
                 break
-    if interrupt is not None:
-        raise interrupt
-    if failures:
-        raise DataError(f"damaged videos: {failures} of {len(videos)}; see the warnings")
+        if failures and failure is None:
+            failure = DataError(f"damaged videos: {failures} of {len(videos)}; see the warnings")
+        if failure is not None and (lines is None or not lines.tell()):
+            raise failure  # earlier results are not replaced
+    if failure is not None:
+        raise failure
 
 
 def _predict_video(

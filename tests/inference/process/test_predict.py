@@ -264,6 +264,10 @@ def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -
     assert sorted(p.name for p in Path("drawn").glob("*.jpg")) == ["a-2.jpg", "a.jpg", "b.jpg"]
     with Image.open("drawn/a.jpg") as image:
         assert image.size == (answers[0]["width"], answers[0]["height"])
+    predict("photos/bad.png", "--out", "drawn").expect(3)
+    assert json.loads(Path("drawn/detections.json").read_text()) == answers
+    for image, code in ("photos/bad.png", 3), ("photos/a.jpg", 0):
+        predict(image, "--out", "labels", "--save", "coco").expect(code)
     Path("empty").mkdir()
     assert predict("empty").code == 2
 

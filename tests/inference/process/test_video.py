@@ -153,6 +153,8 @@ def test_a_damaged_end_keeps_the_rest(cli: Cli, checkpoint: Path, image_files: l
     assert {json.loads(line)["image"] for line in result.out.splitlines()} == {"c.mkv"}
     assert Path("o/c.mp4").is_file()
     assert not Path("o/b.mp4").exists()
+    cli("predict", checkpoint, "b.mkv", "--out", "o", *COMMON).expect(3, "b.mkv")
+    assert len(Path("o/detections.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.avi"])
