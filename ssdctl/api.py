@@ -395,8 +395,9 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     from ssdctl.reporting.page import write_report
     from ssdctl.runs.run import open_runs
 
-    if not runs:
-        raise UsageError("report: no run named", hint='write ssdctl.report("runs/first")')
+    if not runs or isinstance(runs[0], list | tuple):
+        hint = 'write ssdctl.report("runs/first", "runs/second")'
+        raise UsageError("report: name one or more runs", hint=hint)
     target = RunDir(Path(runs[0])).report if out is None else Path(out)
     write_report(open_runs([Path(run) for run in runs]), target)
     return target

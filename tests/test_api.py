@@ -68,9 +68,13 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
         (ssdctl.export, {"format": "tflite"}, "tflite"),
         (ssdctl.export, {"format": "mlperf", "batch": 4}, "batch"),
         (ssdctl.export, {"batch": 2.5}, r"batch 2\.5"),
+        (ssdctl.export, {"batch": True}, "batch True"),
         (ssdctl.export, {"int8": True, "calibrate": 0}, "calibrate 0"),
+        (ssdctl.export, {"int8": True, "calibrate": "4"}, "calibrate '4'"),
+        (ssdctl.export, {"int8": True, "max_ap_loss": "0.1"}, "max_ap_loss '0.1'"),
         (ssdctl.export, {"int8": True, "max_ap_loss": float("nan")}, "max_ap_loss nan"),
         (ssdctl.export, {"out": "."}, "is a folder"),
+        (lambda run, **_: ssdctl.report([run]), {}, "report"),
     ],
 )
 def test_wrong_values_are_named_before_a_file_is_read(

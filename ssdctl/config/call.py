@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -206,6 +207,16 @@ def override_of(path: str, value: Any, label: str) -> Override:
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
         value = value.tolist()
     return Override(path, list(value) if isinstance(value, tuple) else value, of_call(label))
+
+
+def whole_number(name: str, value: Any, most: int | None = None) -> int:
+    """Return an argument that must be an integer, 1 or more, of any type but bool."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if 1 <= number <= (number if most is None else most) and not isinstance(value, bool):
+            return number
+    limit = "1 or more" if most is None else f"from 1 to {most}"
+    raise UsageError(f"{name} {value!r}: expected a whole number, {limit}")
 
 
 def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Config:

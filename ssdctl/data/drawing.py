@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from ssdctl.config.call import whole_number
 from ssdctl.errors import UsageError
 from ssdctl.files import atomic_write, has_content, refuse_other_file
 
@@ -33,6 +34,7 @@ OUTLINE = "#1A1A1A"
 BRIGHT = 0.45  # luma of a background above which text is black, else white
 # Of the geometric mean of width and height: 2 and 14 pixels of an image of 640 x 480.
 LINE_WIDTH, TEXT_SIZE = 0.0036, 0.025
+MAX_LINE_WIDTH = 200  # pixels
 MIN_TEXT_SIZE = 10  # pixels; smaller letters are not readable
 NOT_PRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
 MAX_LABEL = 40  # characters of a name in an image or plot
@@ -102,8 +104,8 @@ def draw(
     top, and its label is placed first. Labels, 1 and up, select the colors. The text follows the
     width of the lines, in pixels; None fits it to the image.
     """
-    if line_width is not None and (not hasattr(line_width, "__index__") or line_width < 1):
-        raise UsageError(f"line_width {line_width}: expected a whole number, 1 or more")
+    if line_width is not None:
+        line_width = whole_number("line_width", line_width, MAX_LINE_WIDTH)
     result = image.convert("RGB")
     pen = ImageDraw.Draw(result)
     scale = (image.width * image.height) ** 0.5

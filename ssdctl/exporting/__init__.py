@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from ssdctl.config import Config
+from ssdctl.config.call import whole_number
 from ssdctl.config.settings import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError, import_package
@@ -76,6 +78,7 @@ def export_checkpoint(
         UsageError: The options do not fit the format, or the network, or a package is missing.
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
+    request = _with_plain_integers(request)
     outputs = _check(request)
     _check_settings(request, outputs, config)
     _check_suffix(request)
@@ -140,9 +143,17 @@ def _check_suffix(request: ExportRequest) -> None:
     log.warning("%s: ssdctl and other programs may not recognize it", problem)
 
 
+def _with_plain_integers(request: ExportRequest) -> ExportRequest:
+    given = dict[str, Any]()
+    for name, most in ("batch", MAX_BATCH), ("calibrate", None):
+        if (value := getattr(request, name)) is not None:
+            given[name] = whole_number(name, value, most)
+    return request._replace(**given)
+
+
 def _check(request: ExportRequest) -> Outputs:
     """Refuse options that do not fit the format; return the outputs of its graph."""
-    kind, nms, batch = request.format, request.nms, request.batch
+    kind, nms = request.format, request.nms
     if kind not in FORMATS:
         raise UsageError(f"format: {kind!r} is not one of {', '.join(FORMATS)}")
     if request.out.is_dir():
@@ -151,12 +162,9 @@ def _check(request: ExportRequest) -> Outputs:
     given = [name for name in GRAPH_OPTIONS if getattr(request, name) != defaults[name]]
     if given and kind not in GRAPH_FORMATS:
         raise UsageError(f"{', '.join(given)}: for {', '.join(GRAPH_FORMATS)}, not for {kind}")
-    if batch is not None and not (isinstance(batch, int) and 1 <= batch <= MAX_BATCH):
-        raise UsageError(f"batch {batch!r}: expected a whole number from 1 to {MAX_BATCH}")
-    if request.calibrate is not None and request.calibrate < 1:
-        raise UsageError(f"calibrate {request.calibrate}: expected 1 or more")
-    if request.max_ap_loss is not None and not 0 <= request.max_ap_loss <= 1:
-        raise UsageError(f"max_ap_loss {request.max_ap_loss}: expected a number from 0 to 1")
+    loss: object = request.max_ap_loss
+    if loss is not None and not (isinstance(loss, numbers.Real) and 0 <= float(loss) <= 1):
+        raise UsageError(f"max_ap_loss {loss!r}: expected a number from 0 to 1")
     if request.int8 and (kind != "onnx" or request.fp16):
         raise UsageError("int8 is for the format onnx, and not together with fp16")
     if not request.int8 and (request.calibrate is not None or request.max_ap_loss is not None):

@@ -18,7 +18,7 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
-from ssdctl.config.call import public_call, public_iterator
+from ssdctl.config.call import public_call, public_iterator, whole_number
 from ssdctl.config.fields import Tiling
 from ssdctl.config.settings import Config
 from ssdctl.data.annotations import ClassName, numbered_classes
@@ -138,8 +138,7 @@ class Predictor:
                     f"predict_iter: a single {type(items).__name__}, not several images",
                     hint="give a list, or use predict",
                 )
-            if not hasattr(batch_size, "__index__") or batch_size < 1:
-                raise UsageError(f"batch_size {batch_size}: expected a whole number, 1 or more")
+            batch_size = whole_number("batch_size", batch_size)
             if items is images and not isinstance(images, list | tuple):
                 items = map(unshared, images)
             stream = detect_ahead(

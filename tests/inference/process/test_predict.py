@@ -106,8 +106,9 @@ def test_results_are_drawn(predictor: Predictor, image_file: Path) -> None:
         assert (drawn.format, drawn.size) == ("PNG", size)
     with pytest.raises(UsageError, match=r"drawn\.txt"):
         result.save("drawn.txt")
-    with pytest.raises(UsageError, match="line_width"):
-        result.plot(line_width=2.5)  # type: ignore[arg-type]
+    for width in (2.5, 10**6):
+        with pytest.raises(UsageError, match="line_width"):
+            result.plot(line_width=width)  # type: ignore[arg-type]
     Path("gone.png").write_bytes(image_file.read_bytes())
     gone = predictor("gone.png")
     Path("gone.png").unlink()
