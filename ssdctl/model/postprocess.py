@@ -280,16 +280,23 @@ def merge(
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         order = members[np.lexsort((-scores[members], is_cut[members]))]
-        while len(order):
-            best, order = order[0], order[1:]
-            kept.append(int(best))
-            others = boxes[order]
+        left, top, right, bottom = np.ascontiguousarray(boxes[order].T)
+        is_dropped = np.zeros(len(order), np.bool_)
+        for row, best in enumerate(order.tolist()):
+            if is_dropped[row]:
+                continue
+            kept.append(best)
+            is_near = (left < right[row]) & (right > left[row]) & ~is_dropped
+            is_near &= (top < bottom[row]) & (bottom > top[row])
+            is_near[: row + 1] = False
+            near = order[is_near]
+            others = boxes[near]
             low = np.maximum(boxes[best, :2], others[:, :2])
             overlap = _areas(low, np.minimum(boxes[best, 2:], others[:, 2:]))
             area = _areas(others[:, :2], others[:, 2:])
             union = _areas(boxes[best, :2], boxes[best, 2:]) + area - overlap
-            is_part = is_cut[order] & (overlap > CUT_COVERED * area)
-            order = order[~((overlap > nms_iou * union) | is_part)]
+            is_part = is_cut[near] & (overlap > CUT_COVERED * area)
+            is_dropped[is_near] = (overlap > nms_iou * union) | is_part
     indices = np.array(kept, np.int64)
     return indices[np.argsort(-scores[indices], kind="stable")]
 
