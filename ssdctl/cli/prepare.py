@@ -88,7 +88,9 @@ def _close(call: Call, outcome: Outcome) -> None:
     from ssdctl.data.dataset import warning_without_validation
 
     if "val" not in [report.split for report in outcome.splits]:
-        call.console.warning(warning_without_validation(Path(outcome.root), Path(outcome.store)))
+        folders = Path(outcome.root), Path(outcome.store)
+        num_images = sum(report.images for report in outcome.splits)
+        call.console.warning(warning_without_validation(*folders, num_images))
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
     store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
     tile = f" --tile {call.config.data.tile}" if call.config.data.tile else ""

@@ -218,7 +218,8 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize, step: i
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         folders = dataset_folders(call.config.data)
-        call.console.warning(warning_without_validation(*folders))
+        num_images = size.trainable + (size.background or 0)
+        call.console.warning(warning_without_validation(*folders, num_images))
     for warning in (*size.warnings, *description.warnings_of_unreached(plan, step)):
         call.console.warning(warning)
 

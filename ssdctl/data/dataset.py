@@ -110,12 +110,13 @@ def require_root(root: Path) -> None:
         )
 
 
-def warning_without_validation(root: Path, folder: Path) -> str:
+def warning_without_validation(root: Path, folder: Path, num_images: int) -> str:
     """Return a warning that a dataset has no validation split, with the command that makes one."""
-    return (
-        f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
-        f"images: {index.again_command(root, folder, '--split', '0.9')}"
-    )
+    warning = f"{root} has no validation split, so training reports no AP"
+    if num_images < 2:
+        return warning
+    command = index.again_command(root, folder, "--split", "0.9")
+    return f"{warning}; to hold out a tenth of the images: {command}"
 
 
 def find(path: Path, name: str | None = None) -> tuple[str, Format]:

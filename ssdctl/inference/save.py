@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ class YoloWriter(Writer):
         self._stems: dict[str, int] = {}
 
     def add(self, source: ImageSource, result: Result) -> None:
-        stem = free_name(nfc(source.path.stem), self._stems)
+        plain = re.sub("[\ud800-\udfff]", "_", source.path.stem)  # bytes that are not UTF-8
+        stem = free_name(nfc(plain), self._stems)
         found = _with_area(result)
         low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
         rows = np.concatenate([(low + high) / 2, high - low], axis=1).tolist()

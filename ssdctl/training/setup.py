@@ -181,7 +181,7 @@ def warn_about(plan: Plan, splits: Splits, step: int) -> None:
         log.warning("%s", warning)
     if splits.val is None and not plan.config.train.fake_data:
         folders = dataset_folders(plan.config.data)
-        log.warning("%s", warning_without_validation(*folders))
+        log.warning("%s", warning_without_validation(*folders, splits.train.num_images))
     if splits.val is not None and splits.val_rows is None:
         for warning in splits.val.warnings:
             log.warning("%s", warning)

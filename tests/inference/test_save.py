@@ -43,7 +43,7 @@ def result_of(image: object, count: int) -> Result:
 def results() -> Results:
     """Return results of two images of the same name, in both forms, and of one from a server."""
     predictions: Results = []
-    for name in ("photos/a/\u00fc.png", "photos/a/../b c\udcff/u\u0308.png"):
+    for name in ("photos/a/\u00fc\udcfc.png", "photos/a/../b c\udcff/u\u0308\udcff.png"):
         path = Path(name)
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
@@ -85,14 +85,14 @@ def test_yolo(results: Results) -> None:
     described = yaml.safe_load((folder / "data.yaml").read_text())
     assert described["names"] == {0: "car", 1: BUS}
     images = sorted((folder / "images").iterdir())
-    assert [i.name for i in images] == ["2.jpg", "\u00fc-2.png", "\u00fc.png"]
+    assert [i.name for i in images] == ["2.jpg", "\u00fc_-2.png", "\u00fc_.png"]
     for image in images:
         with Image.open(image) as opened:
             assert opened.size == SIZE
     labels = {p.stem: p.read_text().splitlines() for p in (folder / "labels").iterdir()}
     assert set(labels) == {i.stem for i in images}
     assert labels["2"] == []
-    rows = [[float(v) for v in line.split()] for line in labels["\u00fc"]]
+    rows = [[float(v) for v in line.split()] for line in labels["\u00fc_"]]
     assert rows == [[0, 0.2, 0.35, 0.2, 0.5], [1, 0.5, 0.5, 1, 1]]
     read = read_dataset(folder, Conversion("yolo"))["train"]
     assert [c.name for c in read.classes] == ["car", BUS]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TINY_RUN, Cli
+from data.formats import exports
 from PIL import Image
 
 
@@ -27,6 +28,15 @@ def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
     assert advised in cli("train", "--data", dataset, "--store", "s", "--dry-run").err
     assert cli(*advised.split()[1:]).code == 0  # the index remembers --classes
     assert cli("train", "--data", dataset, "--store", "s", "--dry-run").out.count("1 class: ball")
+    files = {"images/a.jpg": None, "labels/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(Path("one"), {"data.yaml": "train: images\nnames: [x]", **files})
+    for command in (
+        ("prepare",),
+        ("train", "--dry-run"),
+        ("train", "--steps", 1, *TINY_RUN.split()),
+    ):
+        result = cli(*command, "--data", "one").expect(0, "no validation split")
+        assert "--split" not in result.err  # one image cannot be divided
     path = dataset / "annotations/instances_val2017.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
     Path("found.json").write_text("[]")
