@@ -140,7 +140,8 @@ def _facts(run: Run) -> dict[str, str]:
             backbone = f"{STEMS.get(match[1], match[1])}-{match[2]}"
         facts["Network"] = f"SSD300, {backbone}"
     elif about is not None:
-        facts["Evaluated"] = one_line(Path(about.source).name)
+        source = about.source if ", " in about.source else Path(about.source).name  # folds
+        facts["Evaluated"] = one_line(source, len(source))
     if names := list(run.class_ap):
         shown = ", ".join(one_line(name) for name in names[:SHOWN_CLASSES])
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"

@@ -272,6 +272,8 @@ def check_line(world: World, line: Line, out: Path) -> None:
     if "--report" in options:
         written = json.loads((out / "page/evaluation.json").read_text())
         assert written["metrics"] == {m: shown.get(m, written["metrics"][m]) for m in METRICS}
+        header = (out / "page/report.html").read_text(encoding="utf-8").split("Evaluated")[1][:400]
+        assert len(names) == 1 or all(f"{name}/" in header for name in names)
     if "--suspects" in options:
         with (out / "suspects.csv").open() as file:
             suspects = list(csv.DictReader(file))
