@@ -49,7 +49,7 @@ def read_resumed_from(run: RunDir) -> ResumedFrom:
     except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
             f"{run.resumed_from}: cannot be read: {reason_of(error)}",
-            hint="move it away: --resume FILE then begins from FILE again",
+            hint="move it away, and leave --resume out to continue the run",
         ) from None
 
 

@@ -77,9 +77,8 @@ def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
             return None
     else:
         _refuse_foreign_checkpoints(out)
-        checkpoint = _own_branch(Path(resume), out) or _or_later_own(
-            load_resumable(Path(resume)), out
-        )
+        named = Path(resume)
+        checkpoint = _own_branch(named, out) or _not_mixed(load_resumable(named), out)
     _check_changes(plan, checkpoint)
     before, now = checkpoint.config.get("data.root"), plan.config.data.root
     # Not an error: datasets are moved.
@@ -118,23 +117,13 @@ def _own_branch(named: Path, out: Path) -> Checkpoint | None:
     return own
 
 
-def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:
-    """Return the run's newest checkpoint if it is later than one from elsewhere, else that one.
-
-    So the same command, run again, continues the run instead of starting from `--resume FILE`.
-    """
-    is_own = named.path.resolve().parent == RunDir(out).checkpoints.resolve()
-    if is_own:  # to train again from an earlier step
-        return named
+def _not_mixed(named: Checkpoint, out: Path) -> Checkpoint:
+    """Return the checkpoint of `--resume FILE`; refuse another run's if the run has intact ones."""
+    folder = CheckpointFolder(out, keep=1)
     with contextlib.suppress(IntegrityError):
-        own, _ = CheckpointFolder(out, keep=1).newest_intact()
-        if own is not None and own.samples_seen > named.samples_seen:
-            log.warning("%s is later than --resume %s: continuing from it", own.path, named.path)
-            return own
-        if own is not None and own.global_batch != named.global_batch:
+        if not folder.is_own(named.path) and folder.newest_intact()[0] is not None:
             raise UsageError(
-                f"{out} has a run with the global batch {own.global_batch}, that of "
-                f"{named.path} is {named.global_batch}",
+                f"{out} has a run that did not continue from {named.path}",
                 hint="leave --resume out to continue it; another --out starts a new run",
             )
     return named
