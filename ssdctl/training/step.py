@@ -4,9 +4,10 @@
     result = step(batches, lr)
 
 A step does not wait for the device, which skips it if the loss or a gradient is NaN or infinite.
-`NonFiniteGuard` reads that at the log points, where the run waits anyway, and applies the policy:
-continue (`skip`), restore the last checkpoint and continue after the offending images (`rollback`),
-or end (`stop`). If steps are compiled, shapes never change, so that compilation happens once.
+`NonFiniteGuard` reads that at log points and before saves, where the run waits anyway, and applies
+the policy: continue (`skip`), restore the last checkpoint and continue after the offending images
+(`rollback`), or end (`stop`). If steps are compiled, shapes never change, so that compilation
+happens once.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ssdctl.device import Device
     from ssdctl.distributed import Ranks
     from ssdctl.input.batch import Batch
+    from ssdctl.runs.metrics import Record
     from ssdctl.training.plan import Plan
 
 INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
@@ -102,7 +103,8 @@ class ThroughputMeter:
         self._slow_laps = self._slow_laps + 1 if is_slow else 0
         is_input_bound = self._slow_laps == INPUT_BOUND_LAPS and not self._was_input_bound
         self._was_input_bound |= is_input_bound
-        self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
+        self._lap_began = self._marked = now
+        self._lap_images, self._lap_waited_s = 0, 0.0
         return Lap(rate, data_wait, is_input_bound)
 
     @property
@@ -173,19 +175,49 @@ class StepRecorder:
         self.meter = ThroughputMeter(plan.global_batch_size)
         self.guard = NonFiniteGuard(plan.config.train.on_nonfinite, ranks)
         self.bad_images = BadImages(plan.images, ranks)
+        self._pending: Step | None = None  # the last step, unless it was at a log point
 
-    def record(self, step: int, began: float, batches: Sequence[Batch], result: StepResult) -> Step:
-        """Return the record of a step that began at a time, in seconds since 1970."""
+    def record(
+        self,
+        step: int,
+        began: float,
+        batches: Sequence[Batch],
+        result: StepResult,
+        *,
+        is_saved: bool,
+    ) -> Step:
+        """Return the record of a step that began at a time, in seconds since 1970.
+
+        Args:
+            is_saved: Report what went wrong so far: a run that resumes here does not repeat it.
+        """
         plan, log_every = self._plan, self._plan.config.train.log_every
         self.bad_images.add(batches)
         ids = [int(i) for batch in batches for i in self._ids[batch.rows]]
         self.guard.watch(step, result.is_bad, ids)
         self.meter.step_done()
         record = Step(step, round(plan.epoch(step), 4), plan.lr(step - 1), began, result)
-        if step != plan.total_steps and not (log_every and step % log_every == 0):
-            return record
+        if step == plan.total_steps or (log_every and step % log_every == 0):
+            self._pending = None
+            return self._with_metrics(record)
+        self._pending = record
+        return self._with_problems(record) if is_saved else record
+
+    def rewind(self, past: Iterable[Record]) -> None:
+        self._pending = None
+        self.bad_images.start(past)
+
+    def take_pending(self) -> Step | None:
+        """Return the last step with metrics; None if it was returned with metrics before."""
+        record, self._pending = self._pending, None
+        return None if record is None else self._with_metrics(record)
+
+    def _with_problems(self, record: Step) -> Step:
+        return record._replace(bad_images=self.bad_images.report(), skipped=self.guard.check())
+
+    def _with_metrics(self, record: Step) -> Step:
         with torch.profiler.record_function("wait: device, at a log point"), self._memory_hints():
-            values = result.read(self._ranks)
+            values = record.result.read(self._ranks)
         lap = self.meter.lap()
         metrics = StepMetrics(
             loss=values["loss"],
@@ -197,12 +229,8 @@ class StepRecorder:
             data_wait=round(lap.data_wait, 4),
             memory_bytes=self._device.peak_memory_bytes(),
         )
-        return record._replace(
-            metrics=metrics,
-            is_input_bound=lap.is_input_bound,
-            bad_images=self.bad_images.report(),
-            skipped=self.guard.check(),
-        )
+        record = record._replace(metrics=metrics, is_input_bound=lap.is_input_bound)
+        return self._with_problems(record)
 
 
 class StepProfiler:

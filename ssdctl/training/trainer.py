@@ -347,10 +347,12 @@ class Trainer:
 
         Raises:
             ssdctl.errors.DiskError: It cannot be written.
+            ssdctl.errors.NonFiniteError, ssdctl.errors.DataError: See `__iter__`.
             ssdctl.errors.UsageError: The trainer is not open.
         """
         self._require("open")
         with self._failing_together():
+            self._record_pending()
             self._save(is_scheduled=False)
             self.saver.wait()
             collectives.barrier(self.ranks)
@@ -522,18 +524,30 @@ class Trainer:
         self.samples_seen += self.plan.global_batch_size
         if self.ema is not None:
             self.ema.update()
-        return self.recorder.record(self.step, began, batches, result)
+        is_saved = self.saver.is_due(self.step) or self.evaluator.is_due(self.step)
+        return self.recorder.record(self.step, began, batches, result, is_saved=is_saved)
 
     def _end_step(self, step: Step) -> None:
         """Tell the observers; end the run or roll it back if too much went wrong."""
         self._observers.tell(lambda observer: observer.on_step(step))
+        self._check_problems(step)
+        if (epoch := self.epochs.ended_at(self.step)) is not None:
+            self._observers.tell(lambda observer: observer.on_epoch(epoch))
+
+    def _record_pending(self) -> None:
+        """Record the steps since the last log point, which a resumed run does not repeat."""
+        self.meter.start()  # an evaluation, or a loop that was left, does not count
+        if (step := self.recorder.take_pending()) is not None:
+            if self._folder is not None:
+                self._folder.on_step(step)
+            self._check_problems(step)
+
+    def _check_problems(self, step: Step) -> None:
         with self._saved_before_an_error():
             self.recorder.bad_images.check()
         folder = str(RunDir(self.path).nonfinite)
         if step.skipped and self.recorder.guard.should_roll_back(step.skipped, folder):
             self._roll_back()
-        if (epoch := self.epochs.ended_at(self.step)) is not None:
-            self._observers.tell(lambda observer: observer.on_epoch(epoch))
 
     def _has_trained(self) -> bool:
         return self.meter.images > 0
@@ -563,11 +577,13 @@ class Trainer:
             with self._saved_before_an_error():
                 collectives.run_and_gather(self.input.check, self.ranks)
         if requests.save:
+            self._record_pending()
             with self.meter.paused():
                 self._save(is_scheduled=False)
 
     def _stop(self) -> None:
         signal_name = signals.stop_requested()
+        self._record_pending()
         self._record_evaluation(wait=True)
         self._save(is_scheduled=False)
         self.saver.wait()
@@ -603,6 +619,7 @@ class Trainer:
         try:
             yield
         except (DataError, DiskError):
+            self._record_pending()
             self._save(is_scheduled=False)
             self.saver.wait()
             raise
@@ -666,7 +683,7 @@ class Trainer:
         self.saver.start(self.step, None)
         rewind = Rewind(self.step, bad_step)
         self._observers.tell(lambda observer: observer.on_rewind(rewind))
-        self.recorder.bad_images.start(self._past())
+        self.recorder.rewind(self._past())
         self.epochs.rewind(self.step)
         self.evaluator.rewind(self._past_evaluations())
         self._update_links()
@@ -676,6 +693,7 @@ class Trainer:
     def _finish(self) -> None:
         # A signal that came in the meantime is handled.
         self._handle(self._exchange_requests(wait=True))
+        self._record_pending()
         self._record_evaluation(wait=True)
         self._save()
         self.saver.wait()

@@ -75,8 +75,8 @@ class Step(NamedTuple):
     result: StepResult  # on the device
     metrics: StepMetrics | None = None  # at a log point
     is_input_bound: bool = False  # the device waited for images; true once in a run
-    bad_images: Sequence[BadImage] = ()  # replaced since the previous log point
-    skipped: Sequence[BadStep] = ()  # skipped since the previous log point
+    bad_images: Sequence[BadImage] = ()  # replaced since the previous report
+    skipped: Sequence[BadStep] = ()  # skipped since the previous report
     evaluation: Evaluation | None = None  # scored since the previous step
 
     @property

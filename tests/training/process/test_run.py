@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from conftest import Cli
+from conftest import TINY, Cli
 from helpers import assert_same_state, last, records, start_script, train_command
 from tiny_network import batch, build_training
 
+import ssdctl
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.device import open_device
 from ssdctl.distributed import SINGLE_PROCESS
+from ssdctl.errors import Stopped
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations.ssd import color
 from ssdctl.runs.run import Run
 from ssdctl.training.throughput import StepProfiler
+from ssdctl.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -143,25 +149,57 @@ def test_writes_tensorboard(tmp_path: Path, train: Train) -> None:
     assert len(events.Tags()["images"]) == 4
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_what_a_bad_step_leads_to(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """The colors of the fourth batch are infinite, as of a broken sample."""
-    run, calls, saved = tmp_path / "run", itertools.count(), list[tuple[int, int]]()
-    write = CheckpointFolder.write
+def break_the_fourth_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make its colors infinite, as of a broken sample."""
+    calls = itertools.count()
 
     def draw(*arguments: Any) -> Any:
         result = color.draw(*arguments)
         return result * float("inf") if next(calls) == 3 else result
 
+    *others, _ = augmentations.load("ssd")
+    broken = (*others, augmentations.Augmentation(4, draw, color.apply))
+    monkeypatch.setattr(sampler, "load", lambda _: broken)
+
+
+@pytest.mark.parametrize("end", ["signal", "patience", "saved", "left"])
+def test_what_happened_between_log_points_is_recorded_before_a_save(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A resumed run does not repeat the steps before it."""
+    break_the_fourth_batch(monkeypatch)
+    every = "eval_every" if end == "patience" else "save_every"
+    config = ssdctl.configure(train={"patience": 1, "log_every": 0, every: "5st"})
+    with (
+        contextlib.suppress(Stopped),
+        Trainer(shapes, config=config, out=tmp_path, steps=200, **TINY) as trainer,
+    ):
+        for step in trainer:
+            if step.step == 6 and end == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if step.step == 6 and end == "saved":
+                trainer.save()
+            if step.step == 6 and end in ("saved", "left"):
+                break
+    bad = [r["bad_step"] for r in records(tmp_path, "event") if r["event"] == "nonfinite"]
+    assert bad == [4]
+    trained = [r["step"] for r in records(tmp_path, "train")]
+    assert trained == [last(tmp_path).step] * (end != "left")
+    assert trained < [200]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
+def test_what_a_bad_step_leads_to(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    run, saved = tmp_path / "run", list[tuple[int, int]]()
+    write = CheckpointFolder.write
+
     def noted(folder: CheckpointFolder, checkpoint: Checkpoint) -> None:
         saved.append((checkpoint.step, checkpoint.samples_seen))
         write(folder, checkpoint)
 
-    *others, _ = augmentations.load("ssd")
-    broken = (*others, augmentations.Augmentation(4, draw, color.apply))
-    monkeypatch.setattr(sampler, "load", lambda _: broken)
+    break_the_fourth_batch(monkeypatch)
     monkeypatch.setattr(CheckpointFolder, "write", noted)
     code = 7 if policy == "stop" else 0
     words = train("--save-every", "2st", "--steps", 6, "--on-nonfinite", policy, code=code)
