@@ -5,6 +5,7 @@ checkpoint = locate_checkpoint("hf://org/name")
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 from ssdctl.config import Config
+from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.settings import Kind, Source
 from ssdctl.download.fetch import (
     checksum_path,
     corrupt_path,
@@ -22,7 +25,7 @@ from ssdctl.download.fetch import (
 from ssdctl.download.http import MIRROR
 from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import disk_errors
 from ssdctl.model.pretrained import check_file, weights_named
 from ssdctl.runs.folder import RunDir, find_checkpoint, run_dir, tensorflow_checkpoint
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger(__name__)
+KEPT = ("train.preset", "train.warmup", "train.lr_decay", "train.decay_epochs")
 Named: TypeAlias = "str | os.PathLike[str] | nn.Module"  # a checkpoint as users give it
 
 
@@ -126,6 +130,27 @@ def trust_first_use(name: str, file: Path) -> None:
 def is_model_folder(path: Path) -> bool:
     """Return whether a folder has the files of `ssdctl push` instead of a run's."""
     return (path / WEIGHTS).is_file() and not RunDir(path).metrics.exists()
+
+
+def continued_config(config: Config) -> Config | None:
+    """Return the preset and the schedule of the checkpoint that `config` continues from, if any."""
+    run, resume = run_dir(config), config.train.resume
+    if resume == "never":
+        return None
+    is_own = resume == "auto" or has_continued_from(run, Path(resume))
+    if is_own and not run.resumable():
+        return None
+    from ssdctl.checkpoint.file import load_resumable  # torch takes seconds
+    from ssdctl.checkpoint.folder import CheckpointFolder
+
+    with contextlib.suppress(SsdctlError):  # the run reports it
+        newest = CheckpointFolder(run.path, keep=1).newest_intact()[0] if is_own else None
+        checkpoint = newest or load_resumable(Path(resume))
+        source = Source(Kind.FILE, str(checkpoint.path))
+        kept = {path: checkpoint.config.get(path) for path in KEPT}
+        overrides = [Override(p, v, source) for p, v in kept.items() if v is not None]
+        return resolve(overrides=overrides, environment={}, default_file=False)
+    return None
 
 
 def check_weight_sources(config: Config) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from ssdctl.checkpoint.locate import continued_config
 from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
@@ -39,7 +40,6 @@ from ssdctl.launch.base import (
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
-from ssdctl.runs.run import continued_config
 from ssdctl.training.plan import check_settings, make_plan
 
 # Tables of the config that ranks do not read.

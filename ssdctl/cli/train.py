@@ -150,8 +150,8 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]
     Returns:
         The plan, and the step that the run continues from.
     """
+    from ssdctl.checkpoint.locate import continued_config
     from ssdctl.data.store_folder import with_absolute_paths
-    from ssdctl.runs.run import continued_config
     from ssdctl.training.plan import make_plan
 
     config, ranks, network = with_absolute_paths(call.config), find_ranks(), None

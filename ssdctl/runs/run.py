@@ -34,11 +34,8 @@ from ssdctl.runs.folder import (
     RunDir,
     find_checkpoint,
     read_environment,
-    run_dir,
-    run_of,
     step_of,
 )
-from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.metrics import ClassAP, Ended, Record, Started, events_of, read_metrics
 from ssdctl.runtime.safe_text import html_table, listed, redact_urls
 
@@ -311,17 +308,6 @@ class Run:
         image = base64.b64encode(buffer.getvalue()).decode()
         table = html_table(heads, rows, repr(self))
         return f'{table}<img src="data:image/png;base64,{image}"/>'
-
-
-def continued_config(config: Config) -> Config | None:
-    """Return the config of the run that `config` continues; None if it starts one."""
-    run, resume = run_dir(config), config.train.resume
-    if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
-        run = run_of(Path(resume))
-    if resume != "never" and run.resumable():
-        with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
-            return Run(run.path).config
-    return None
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -28,7 +28,12 @@ from ssdctl.checkpoint.file import (
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Architecture, NetworkWeights
-from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
+from ssdctl.checkpoint.locate import (
+    check_weight_sources,
+    continued_config,
+    locate_checkpoint,
+    resolve_source,
+)
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
@@ -48,7 +53,6 @@ from ssdctl.input.open import check_pipeline, fake_split
 from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
-from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import Overridden, with_defaults
 from ssdctl.training.description import warnings_of_unreached

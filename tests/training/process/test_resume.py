@@ -183,10 +183,19 @@ def test_options_of_a_hint_keep_the_rules_choice(checkpoint: Path, shapes: Path,
     assert cli(*words, "--steps", 2, "--out", "a", "--init", checkpoint).code == 0
     cli(*words, "--steps", 3, "--out", "a").expect(2, f"continue it with --init {checkpoint};")
     shutil.copy("a/checkpoints/last.pt", "moved.pt")
-    words += ["--steps", 4, "--out", "b", "--resume", "moved.pt"]
+    words += ["--steps", 4, "--out", "b", "--resume", "moved.pt", "--decay-epochs", "9,99"]
     hint = cli(*words).err.partition("continue it with ")[2].partition(";")[0]
     assert {"--lr", "--decay-epochs"} <= {*hint.split()}
     assert cli(*words, *hint.split()).code == 0
+
+
+def test_going_back_after_an_extension_keeps_the_first_schedule(shapes: Path, cli: Cli) -> None:
+    words = ["train", "--data", shapes, *TINY_RUN.split()[2:], "--save-every", "2st", "--out", "a"]
+    assert cli(*words, "--steps", 4, "--keep", 9).code == 0
+    assert cli(*words, "--steps", 6, "--keep", 9, "--resume-changed").code == 0
+    back = ["--steps", 4, "--resume", "a/checkpoints/step-00000002.pt"]
+    cli(*words, *back, "--dry-run").expect(0)
+    cli(*words, *back).expect(0)
 
 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
