@@ -74,8 +74,9 @@ class RankStatistics:
 
     def __init__(self, model: nn.Module, ema: EMA | None, ranks: Ranks) -> None:
         self._ranks = ranks
-        buffers = [*model.buffers(), *(() if ema is None else ema.buffers())]
-        self._own = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._num_of_model = len(self._own)
+        self._own += [] if ema is None else ema.buffers()
         self._averaged_step: int | None = None
 
     def average(self, step: int) -> None:
@@ -100,19 +101,20 @@ class RankStatistics:
         """Load the statistics that this rank saved if the world size is the same.
 
         Otherwise all ranks have the checkpoint's average at `step`: averaging it again would
-        round it.
+        round it. An EMA that begins here keeps it, too.
         """
         self._averaged_step = step
         if of_ranks is None or len(of_ranks) != self._ranks.world_size:
             return
         own = of_ranks[self._ranks.rank]
-        if [b.shape for b in self._own] != [b.shape for b in own]:
+        pairs = list(zip(self._own, own, strict=False))
+        if len(pairs) < self._num_of_model or any(b.shape != v.shape for b, v in pairs):
             raise IntegrityError("the checkpoint has statistics of batch norm of another network")
         self._load(own)
 
     def _load(self, own: Sequence[Tensor]) -> None:
         self._averaged_step = None
-        for buffer, value in zip(self._own, own, strict=True):
+        for buffer, value in zip(self._own, own, strict=False):
             buffer.copy_(value)
 
 
