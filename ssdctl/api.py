@@ -8,7 +8,7 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -186,7 +186,7 @@ def train(
     data: PathLike | None = None,
     *,
     config: ConfigLike | None = None,
-    observers: Sequence[Observer] = (),
+    observers: Iterable[Observer] = (),
     progress: bool = True,
     **settings: Unpack[TrainSettings],
 ) -> Run:

@@ -16,7 +16,7 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ class Trainer:
         data: PathLike | None = None,
         *,
         config: ConfigLike | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Iterable[Observer] = (),
         progress: bool = True,
         **settings: Unpack[TrainSettings],
     ) -> None:
@@ -138,13 +138,14 @@ class Trainer:
             self.path = run_dir(self.config).path
         if isinstance(observers, Observer):
             raise UsageError("observers: a single Observer", hint="write observers=[observer]")
+        observers = list(observers)
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
         self._thresholds: Sequence[float | None] = ()  # of the last evaluation
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
         displays = [observer for observer in observers if isinstance(observer, Display)]
         self._display = displays[0] if displays else log_display(progress=progress)
-        self._given = list(observers) if displays else [self._display, *observers]
+        self._given = observers if displays else [self._display, *observers]
         self._observers = Observers()
         self._state: Literal["new", "open", "closed"] = "new"
         self._resources = contextlib.ExitStack()

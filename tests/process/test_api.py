@@ -159,7 +159,7 @@ class Diary(ssdctl.Observer):
 
 def test_an_observer_is_told_what_happens(shapes: Path) -> None:
     diary, config = Diary(), ssdctl.configure(train={"log_every": 1})
-    common = {**TINY, "steps": 2, "config": config, "observers": [diary]}
+    common = {**TINY, "steps": 2, "config": config, "observers": iter([diary])}
     losses, scores = list[float](), list[tuple[int, int | None]]()
     with ssdctl.Trainer(shapes, out="run", **common) as trainer:
         for step in trainer:
