@@ -29,6 +29,7 @@ class MLLog(Observer):
         self._path = Path(self._config.mllog).absolute()  # the program may change its folder
         self._block: int | None = None  # the first epoch of the block in progress
         self._epoch: int | None = None  # the epoch in progress
+        self._is_running = False  # a resumed run, which may have ended, from its first step on
         with disk_errors(self._path, "writing"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             has_header = start.step > 0 and self._path.exists() and self._path.stat().st_size > 0
@@ -44,6 +45,7 @@ class MLLog(Observer):
         if step == self._plan.total_steps:
             self._end_epoch()
         self._end_block()
+        self._start_run()
         self._start("eval", epoch_num=self._epoch_number(step))
 
     def on_evaluation(self, scored: Scored) -> None:
@@ -56,12 +58,11 @@ class MLLog(Observer):
         self._end_block()
 
     def on_end(self, end: End) -> None:
-        if end.outcome == "finished" and not end.has_progressed:
-            return  # the run had ended before
         self._end_epoch()
         self._end_block()
         status = "success" if end.is_success else "aborted"
-        self._stop("run", status=status, epoch_num=self._epoch_number(end.step))
+        if self._is_running:
+            self._stop("run", status=status, epoch_num=self._epoch_number(end.step))
 
     def _header(self, start: Start) -> None:
         config, plan = self._config, self._plan
@@ -88,9 +89,15 @@ class MLLog(Observer):
         self._point("opt_learning_rate_decay_boundary_epochs", list(config.decay_epochs))
         self._point("opt_learning_rate_decay_boundary_steps", list(plan.decay_steps))
         self._stop("init")
-        self._start("run")
+        self._start_run()
+
+    def _start_run(self, time_ms: int | None = None) -> None:
+        if not self._is_running:
+            self._start("run", time_ms)
+            self._is_running = True
 
     def _begin(self, step: int, time_ms: int) -> None:
+        self._start_run(time_ms)
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch

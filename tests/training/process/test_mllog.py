@@ -92,8 +92,8 @@ def test_the_log_of_a_resumed_run_continues(cli: Cli, shapes: Path, tmp_path: Pa
     assert cli(*options, "--steps", 4).code == 0
     assert cli(*options).code == 0
     keys = [line["key"] for line in lines_of(path)]
-    assert keys.count("run_start") == keys.count("seed") == 1
-    assert keys.count("run_stop") == 2
+    assert keys.count("seed") == 1
+    assert [k for k in keys if k.startswith("run_")] == ["run_start", "run_stop"] * 2
     starts = [x["metadata"]["epoch_num"] for x in lines_of(path) if x["key"] == "epoch_start"]
     assert starts == [1, 2, 2, 3]
 
