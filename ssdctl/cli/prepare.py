@@ -67,7 +67,9 @@ def prepare(
         from ssdctl.reporting.preview import check_target
 
         check_target(preview)
-        refuse_in_dataset(preview, dataset_folders(call.config.data)[0], "--preview")
+        root, store = dataset_folders(call.config.data)
+        if root.is_dir() and store.resolve() not in preview.resolve().parents:
+            refuse_in_dataset(preview, root, "--preview")
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
     _show_notes(call, outcome)

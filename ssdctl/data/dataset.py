@@ -239,13 +239,19 @@ def _last_division(root: Path, store: Path) -> Division:
     return division
 
 
-def relative_image_dir(root: Path, folder: str) -> str:
-    """Return the folder that the user names, relative to the dataset folder."""
-    base = dataset_folder(root)
-    for path in (base / folder, Path(folder)):
-        if path.is_dir() and path.resolve().is_relative_to(base.resolve()):
-            return path.resolve().relative_to(base.resolve()).as_posix()
-    raise UsageError(f"--image-dir {folder}: no folder below {base}")
+def relative_image_dir(root: Path, folder: str, *, is_there: bool = True) -> str:
+    """Return the folder that the user names, relative to the dataset folder.
+
+    Args:
+        is_there: Refuse one that is not there: it may be gone once its images are packed.
+    """
+    base = dataset_folder(root).resolve()
+    paths = [path.resolve() for path in (base / folder, Path(folder))]
+    below = [path for path in paths if path.is_relative_to(base)]
+    found = [path for path in below if path.is_dir() or not is_there]
+    if not found:
+        raise UsageError(f"--image-dir {folder}: no folder below {dataset_folder(root)}")
+    return min(found, key=lambda path: not path.is_dir()).relative_to(base).as_posix()
 
 
 def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annotations]:

@@ -35,7 +35,6 @@ from ssdctl.data import index
 from ssdctl.data.annotations import MAX_NAMED, Annotations, Finding
 from ssdctl.data.check import DROPPED_IMAGE, NOTED_IMAGE
 from ssdctl.data.image_decode import (
-    PNG_TAIL_BYTES,
     Header,
     ImageError,
     Pixels,
@@ -110,18 +109,17 @@ def check_image(
         is_whole = is_uncompressed(str(path))
         read_all = is_whole or config.pack or config.verify_images or status.st_size <= HEAD_BYTES
         content = file.readall() if read_all else file.read(HEAD_BYTES)
-        is_png = content.startswith(PNG_START)  # which may have EXIF data near its end
-        num_tail = PNG_TAIL_BYTES if is_png else SKETCH_BYTES
-        tail = content
-        if not read_all:
-            tail = os.pread(file.fileno(), num_tail, max(status.st_size - num_tail, 0))
-        sketch = zlib.crc32(tail[-SKETCH_BYTES:], zlib.crc32(content[:SKETCH_BYTES]))
+        if content.startswith(PNG_START) and not read_all:
+            content += file.readall()  # EXIF data may be behind the pixels
+        tail = content[-SKETCH_BYTES:]
+        if len(content) < status.st_size:
+            tail = os.pread(file.fileno(), SKETCH_BYTES, status.st_size - SKETCH_BYTES)
+        sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
         sketch = zlib.crc32(content) if is_whole else sketch
         fingerprint = (status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
             # Usually the first and last bytes show that it can be used.
-            known = content + tail if is_png else content
-            with contextlib.suppress(Exception), open_image(io.BytesIO(known)) as image:
+            with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
                 header = read_header(image)
                 note = _note(header, size, upright, is_sized)
                 if _has_end(header, tail):

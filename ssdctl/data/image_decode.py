@@ -18,7 +18,6 @@ import io
 import os
 import struct
 import threading
-import zlib
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -40,7 +39,8 @@ Pixels = NDArray[np.uint8]
 ImageLike = Any
 MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
 MAX_FILE_BYTES = 1 << 30
-PNG_TAIL_BYTES = 1 << 17  # at the end of a PNG, where EXIF data may be
+TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")  # of a PNG
+METADATA_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp")
 COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
 # Not EPS, which runs Ghostscript, nor formats that need another program or hold no pixels.
 OTHER_FORMATS = (
@@ -303,28 +303,29 @@ def _orientation(image: Image.Image) -> int:
     metadata = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
     try:
         if image.format == "PNG" and metadata.isdisjoint(image.info):
-            exif = Image.Exif()  # Pillow would decode all pixels to look behind them
-            exif.load(_exif_after_pixels(getattr(image, "fp", None)))
-        else:
-            exif = image.getexif()
-        orientation = int(exif.get(ExifTags.Base.Orientation, 1))
+            if not _has_metadata_behind(getattr(image, "fp", None)):
+                return 1  # Pillow would decode all pixels to look for it
+            image.load()
+        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # broken metadata: the pixels may be intact
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def _exif_after_pixels(file: IO[bytes] | None) -> bytes:
-    """Return the EXIF data near the end of a PNG, where ImageMagick writes it; empty if none."""
+def _has_metadata_behind(file: IO[bytes] | None) -> bool:
+    """Return whether a PNG may have EXIF data behind its pixels, as ImageMagick writes it."""
     if file is None:  # the pixels are loaded, and what is behind them
-        return b""
-    position = file.tell()
-    start = max(file.seek(0, os.SEEK_END) - PNG_TAIL_BYTES, 0)
-    file.seek(start)
-    before, name, after = file.read().rpartition(b"eXIf")
+        return False
+    position, is_behind, found = file.tell(), False, False
+    file.seek(8)
+    while not found and len(head := file.read(8)) == 8:
+        size, kind = int.from_bytes(head[:4], "big"), head[4:]
+        is_behind |= kind == b"IDAT"
+        start = file.read(min(size, 20)) if is_behind and kind in TEXT_CHUNKS else b""
+        found = is_behind and (kind == b"eXIf" or start.startswith(METADATA_KEYWORDS))
+        file.seek(size + 4 - len(start), os.SEEK_CUR)
     file.seek(position)
-    size = int.from_bytes(before[-4:], "big")
-    data, checksum = after[:size], int.from_bytes(after[size : size + 4], "big")
-    return data if zlib.crc32(name + data) == checksum else b""
+    return found
 
 
 def _decode_by_pillow(content: Any, size: tuple[int, int] | None, upright: bool) -> Pixels:

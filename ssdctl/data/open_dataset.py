@@ -69,13 +69,13 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    image_dir = options.image_dir
-    with contextlib.suppress(UsageError):  # the folder may be gone once its images are packed
-        image_dir = image_dir and relative_image_dir(root, image_dir)
+    image_dir = options.image_dir and relative_image_dir(root, options.image_dir, is_there=False)
     given = Conversion(source, options.split, options.classes, image_dir, options.group)
     if not force:
         refuse_store_of_another(root, folder)
-    is_replaced = other_dataset(root, folder) is not None
+    is_replaced = force and other_dataset(root, folder) is not None
+    if is_replaced and (forgotten := _last(root, folder)):
+        log.info("%s is replaced, with the options of its dataset: %s", folder, forgotten)
     last = msgspec.structs.asdict(AUTOMATIC if is_replaced else _last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     conversion = msgspec.structs.replace(given, **remembered)

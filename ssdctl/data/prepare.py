@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple, NoReturn
 
@@ -36,6 +36,7 @@ from ssdctl.data.annotations import (
     Conversion,
     Finding,
     Resolved,
+    nfc,
     root_folder,
 )
 from ssdctl.data.check import (
@@ -85,7 +86,6 @@ from ssdctl.data.sources import (
     contents_of,
     label_files,
     note_unlisted,
-    refuse_store_of_another,
     unlisted_images,
     versions_of,
     write_sources,
@@ -148,10 +148,8 @@ def prepare(
             config = msgspec.structs.replace(config, pack=False)
     if not config.pack:
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
-    if not force:
-        refuse_store_of_another(root, folder)
-        if outcome := _unchanged_outcome(root, folder, config, conversion):
-            return outcome  # without the lock: the folder may be read-only
+    if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
+        return outcome  # without the lock: the folder may be read-only
     dataset = _read(root, folder, conversion, is_remembered=is_remembered)
     is_new = not folder.exists()
     _make_store_dir(folder)  # not earlier: nothing may be wrong
@@ -229,16 +227,15 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
     known = {s: _known_images(store, s, dataset.splits[s][0]) for s in splits}
-    replaces = store.keep_images and _replaces_images(folder, known)
-    if replaces and index.read_made(folder):
-        _refuse_to_replace(store)
-    if not store.force and (lost := _lost_images(store, dataset, known)):
-        command = prepare_command(store.root, folder, *_image_options(store.config), "--force")
+    if lost := _lost_images(store, dataset, known):
         raise DataError(
             f"{folder}: would lose packed images that have labels, but no file any more: "
             f"{len(lost):,}, such as {lost[0]}",
-            hint=f"put the files back; or drop them: {command}",
+            hint="put the files back, or remove their labels",
         )
+    replaces = store.keep_images and _replaces_images(folder, known)
+    if replaces and index.read_made(folder):
+        _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
         prepared[split] = _prepare_split(store, split, dataset, known[split], prepared)
@@ -250,7 +247,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         write_sources(folder, dataset.sources),
         splits,
         __version__,
-        str(store.root.absolute()),
+        os.path.realpath(store.root),
         dataset.division,
     )
     with contextlib.ExitStack() as published:  # together, as late as possible
@@ -367,11 +364,13 @@ def _packed_splits(folder: Path) -> set[str]:
 
 def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
     """Return packed images whose labels are there, but no file: of splits that are not `known`."""
-    folder, missing = store.folder, set[str]()
+    folder = store.folder
+    missing: dict[str, list[tuple[str, ...]]] = {}  # by stem
     for images, num_bytes in dataset.splits.values():
         names = zip(images.file_names, num_bytes, strict=True)
-        absent = [*(name for name, size in names if size is None), *images.without_image]
-        missing.update(PurePosixPath(name).stem for name in absent)
+        for name in (*(n for n, size in names if size is None), *images.without_image):
+            *folders, stem = _own_path(name)
+            missing.setdefault(stem, []).append((*folders, stem))
     lost: list[str] = []
     for split in SPLITS if has_packed_images(folder) else ():
         path = index.index_path(folder, split)
@@ -387,8 +386,20 @@ def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) 
             sizes = file_sizes(image_folder(store.root, metadata), old.names)
             rows = zip(old.names, sizes, old.is_usable, strict=True)
             gone = [name for name, size, is_usable in rows if is_usable and size is None]
-            lost += [name for name in gone if PurePosixPath(name).stem in missing]
+            lost += [name for name in gone if _is_one_of(_own_path(name), missing)]
     return lost
+
+
+def _own_path(name: str) -> tuple[str, ...]:
+    """Return the parts of an image's path, or of its label file's, that both have."""
+    parts = PurePosixPath(nfc(name)).with_suffix("").parts
+    return tuple(part for part in parts if part not in ("images", "labels"))
+
+
+def _is_one_of(path: tuple[str, ...], paths: Mapping[str, Sequence[tuple[str, ...]]]) -> bool:
+    """Return whether a path is one of those, or one of the two is the end of the other."""
+    others = paths.get(path[-1], ()) if path else ()
+    return any(path[-len(other) :] == other[-len(path) :] for other in others)
 
 
 def _refuse_to_replace(store: _Store) -> NoReturn:
@@ -552,7 +563,6 @@ def _have_changed(
     """Return whether images changed; those of a packed store may have been deleted."""
     may_be_gone = metadata.packed
     if relative_folder(folder, root) != metadata.images:  # it may be misspelled
-        may_be_gone &= folder.is_dir()
         may_be_gone &= {*file_sizes(image_folder(root, metadata), known.names)} == {None}
     return bool(changed_images(folder, known.names, known.fingerprints, may_be_gone=may_be_gone))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +109,7 @@ def generate(
             continue
         is_drawn = True
         num_own = _set_aside_changed(annotations)
-        started = {"info": {"description": DESCRIPTION}}  # instead of labels of other images
+        started = {"info": {"description": DESCRIPTION, "images": num_own}}  # not other labels
         write_bytes(annotations, msgspec.json.encode(started))
 
         def draw(
@@ -172,14 +171,14 @@ def _checksum(document: dict[str, Any]) -> int:
 
 
 def _set_aside_changed(annotations: Path) -> int:
-    """Keep changed annotations under another name; return how many images were drawn at most."""
+    """Keep changed annotations under another name; return how many images were drawn at least."""
     document = _read(annotations) if annotations.exists() else {}
     if "images" in document and document["info"].get("crc32") != _checksum(document):
         with disk_errors(annotations, "renaming"):
             kept = set_aside(annotations)
         log.warning("%s was changed: it is kept as %s", annotations, kept.name)
     count = document.get("info", {}).get("images")
-    return count if isinstance(count, int) else sys.maxsize
+    return count if isinstance(count, int) else 0
 
 
 def _is_complete(

@@ -10,7 +10,6 @@ The index has the fingerprints of the listed images.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco, recognized
-from ssdctl.data.image_files import files_below, in_threads, is_image, relative_folder
+from ssdctl.data.image_files import file_sizes, files_below, in_threads, is_image, relative_folder
 from ssdctl.data.store import image_folder
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
     is_utf8,
@@ -40,6 +39,7 @@ from ssdctl.files import (
 from ssdctl.runtime.safe_text import counted, printable_line
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
+MAX_COMPARED = 200  # images of a split
 RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
 HASHED_BYTES = 4 << 20
 UNLISTED_IMAGE = -1
@@ -198,26 +198,30 @@ def read_sources(path: Path) -> Sources:
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:
-    """Return the dataset that a store was made of if it is not `root`, moved or copied.
+    """Return the dataset that a store was made of if it is not `root`, nor the same elsewhere.
 
-    One that is gone was moved if a label file is the same; a copy has all of them.
+    A copy is unchanged. One that is gone was moved if most of its images are in `root`.
     """
-    made = index.last_made(store)
-    if made is None or store == usual_store(root):
+    made, usual = index.last_made(store), usual_store(root)
+    if made is None or os.path.realpath(store) == os.path.realpath(usual):
         return None
     last = Path(made.root)
-    paths = (last, root) if last.is_file() and root.is_file() else map(root_folder, (last, root))
-    if len({*map(os.path.realpath, paths)}) == 1:
+    is_file = os.path.isfile(last) and root.is_file()  # noqa: PTH113 - others may not look there
+    paths = (last, root) if is_file else map(root_folder, (last, root))
+    if len({*map(os.path.realpath, paths)}) == 1 or not changes(root, store, made):
         return None
-    folder, names = root_folder(root), list[str]()
-    with contextlib.suppress(DataError):
-        recorded = read_sources(store / made.sources)
-        names = [name for name in recorded.names if (folder / name).is_file()]
-        contents = dict(zip(recorded.names, recorded.content.tolist(), strict=True))
-        same = [contents[n] == c for n, c in zip(names, contents_of(folder, names), strict=True)]
-        if any(same) and not (last.exists() and changes(root, store, made)):
-            return None
-    return last
+    is_there = os.path.exists(last)  # noqa: PTH110
+    return last if is_there or not _has_most_images(root, store, made) else None
+
+
+def _has_most_images(root: Path, store: Path, made: index.Made) -> bool:
+    is_same: list[bool] = []
+    for split in made.splits:
+        metadata = index.require_metadata(index.index_path(store, split))
+        images = index.read_images(store, split, MAX_COMPARED)
+        sizes = file_sizes(image_folder(root, metadata), images.names)
+        is_same += [a == b for a, b in zip(sizes, images.fingerprints.bytes.tolist(), strict=True)]
+    return 2 * sum(is_same) >= len(is_same)
 
 
 def refuse_store_of_another(root: Path, store: Path) -> None:

@@ -25,12 +25,12 @@ def encoded(image: Image.Image, kind: str = "JPEG", turn: int = 1, **options: An
     return buffer.getvalue()
 
 
-def with_exif_last(content: bytes) -> bytes:
-    """Return a PNG with its EXIF data behind the pixels, as ImageMagick writes it."""
+def with_exif_last(content: bytes, more: bytes = b"") -> bytes:
+    """Return a PNG with its EXIF data, and `more` chunks, behind the pixels."""
     if (start := content.find(b"eXIf") - 4) < 0:
         return content
     end = start + 12 + int.from_bytes(content[start : start + 4], "big")
-    return content[:start] + content[end:-12] + content[start:end] + content[-12:]
+    return content[:start] + content[end:-12] + content[start:end] + more + content[-12:]
 
 
 def sample(width: int, height: int, seed: int) -> Image.Image:

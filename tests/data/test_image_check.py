@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -140,7 +141,9 @@ def test_turned_and_shrunk(tmp_path: Path) -> None:
 
 
 def test_exif_data_behind_the_pixels_of_a_large_png(tmp_path: Path) -> None:
-    content = with_exif_last(encoded(RGB.resize((400, 300)), "PNG", 6))
+    text = b"tEXtnote\0" + bytes(150_000)
+    more = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    content = with_exif_last(encoded(RGB.resize((400, 300)), "PNG", 6), more)
     for config in ALL:
         result = checked(tmp_path, content, config, (300, 400))
         assert result.problem is None

@@ -130,7 +130,7 @@ def test_24_an_unchanged_dataset_is_kept(dataset: Path, store: Path, tmp_path: P
     assert not prepare(copied, store, INDEX_ONLY, force=True).unchanged
     with edited(tmp_path / "again" / TRAIN) as document:
         del document["annotations"][0]
-    for read in (prepare, open_dataset):
+    for read in (count_images, open_dataset):
         with pytest.raises(UsageError, match=f"store of {copied}"):
             read(tmp_path / "again", store)
 

@@ -121,8 +121,9 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     labels, used = _label_files(finder, sorted(own), notes)
     _require_same_names(root, used, origin, names)
     by_split = _with_unnamed(finder, labels, named, notes)
-    if unused := sorted(map(str, _unused_labels(root, texts, used, elsewhere))):
-        count = f"{len(unused):,}, such as {unused[0]}"
+    unused = sorted(_unused_labels(texts, used, elsewhere))
+    if full := [text for text in unused if has_boxes(root / text)]:
+        count = f"{len(full):,}, such as {full[0]}"
         notes.append(f"label files without an image, left out: {count}")
     splits = {
         split: _read_split(root, files, labels, names, notes, "kpt_shape" in content)
@@ -132,7 +133,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         raise _no_labels(root, [*finder.files], texts, labels)
     # Trainers that use this format show images upright, so the boxes fit that view.
     annotations = from_images(splits, names, root, origin, notes)
-    return {s: a._replace(upright=True, without_image=unused) for s, a in annotations.items()}
+    without = [str(text) for text in unused]
+    return {s: a._replace(upright=True, without_image=without) for s, a in annotations.items()}
 
 
 def _is_list(root: Path, text: PurePosixPath) -> bool:
@@ -479,7 +481,6 @@ def _read_split(
 
 
 def _unused_labels(
-    root: Path,
     texts: list[PurePosixPath],
     used: Collection[PurePosixPath],
     elsewhere: Collection[str],
@@ -492,9 +493,7 @@ def _unused_labels(
     return [
         text
         for text in texts
-        if (text.parent in folders or text.stem not in elsewhere)
-        and text not in used
-        and has_boxes(root / text)
+        if (text.parent in folders or text.stem not in elsewhere) and text not in used
     ]
 
 
