@@ -153,7 +153,8 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 
     config = call.config
     if config.predict.nms_iou is None:
-        config = config.with_value("predict.nms_iou", config.evaluate.nms_iou)
+        source = config.sources["evaluate.nms_iou"]
+        config = config.with_value("predict.nms_iou", config.evaluate.nms_iou, source)
     return load_detector(checkpoint, config)[0]
 
 

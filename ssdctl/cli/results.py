@@ -12,7 +12,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
 from ssdctl.config.render import values
-from ssdctl.config.settings import select
+from ssdctl.config.settings import Kind, select
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import require_own_file
@@ -316,10 +316,11 @@ def _show(
 
 
 def _chosen_options(call: Call) -> list[str]:
-    chosen, given = values(call.config), call.config.explicit_settings()
+    chosen, sources = values(call.config), call.config.sources
     options = [f"--config {quoted(call.config_file)}"] if call.config_file else []
     for setting in select("data.*", "evaluate.*"):
-        if setting.path in given and chosen[setting.path] is not None:
+        is_typed = sources[setting.path].kind is Kind.CALL
+        if is_typed and chosen[setting.path] is not None:
             options.append(setting.as_option(chosen[setting.path]))
     return options
 

@@ -229,14 +229,19 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
             _require_no_network_settings(a, config)
         else:
             device, ranks = stack.enter_context(_joined_ranks(config))
+        checkpoints = {}
         for n, file in files:
-            if _detections_in(file):
+            if not _detections_in(file):
+                from ssdctl.checkpoint.file import read_model
+                from ssdctl.distributed.collectives import from_first
+                from ssdctl.inference.predict import fit_to_graph
+
+                checkpoints[n] = from_first(functools.partial(read_model, file), ranks)
+                config = fit_to_graph(checkpoints[n], config)  # for both
+        for n, file in files:
+            if (checkpoint := checkpoints.get(n)) is None:
                 found[n] = _read_results(file, config)
                 continue
-            from ssdctl.checkpoint.file import read_model
-            from ssdctl.distributed.collectives import from_first
-
-            checkpoint = from_first(functools.partial(read_model, file), ranks)
             data = choose_data(checkpoint, config)
             config = config.with_value("data.root", data.root, of_call("--data"))
             config = config.with_value("data.store", data.store)

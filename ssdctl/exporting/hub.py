@@ -107,7 +107,7 @@ def _own_files(folder: Path, samples: int) -> set[str]:
             own |= {CARD, *re.findall(r"\]\((samples/\d+\.jpg)\)", content)}
     if found := [name for name in (CARD, *names) if name not in own and (folder / name).exists()]:
         raise UsageError(
-            f"{folder / found[0]} exists, and is not as ssdctl wrote it",
+            f"{folder / found[0]} exists, and is not as this version of ssdctl writes it",
             hint="give another folder, or remove the file",
         )
     return own
