@@ -34,11 +34,12 @@ from ssdctl.data.dataset import (
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.image_files import changed_images, relative_folder, require_image_folder
 from ssdctl.data.index import again_command
-from ssdctl.data.prepare import config_of, has_packed_images, prepare, require_packed
+from ssdctl.data.prepare import prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared, other_dataset, refuse_store_of_another
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.data.stored_images import config_of, has_packed_images
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name

@@ -15,8 +15,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
 import msgspec
@@ -29,21 +29,17 @@ from ssdctl.data import index, is_cached_store, prepare_command
 from ssdctl.data.annotations import (
     AUTOMATIC,
     NO_LABELS,
-    SPLITS,
     UNLABELED,
     UNLISTED,
     Annotations,
     Conversion,
     Finding,
     Resolved,
-    nfc,
     root_folder,
 )
 from ssdctl.data.check import (
-    DROPPED_IMAGE,
     NO_BOXES_LEFT,
     NO_OBJECTS,
-    NOTED_IMAGE,
     Objects,
     check,
     duplicate_names,
@@ -63,14 +59,13 @@ from ssdctl.data.duplicates import (
     find_duplicates,
 )
 from ssdctl.data.image_check import (
-    NO_SIZE,
     CheckedImages,
     ImageCheck,
     check_files,
     check_images,
     verified,
 )
-from ssdctl.data.image_files import changed_images, file_sizes, relative_folder
+from ssdctl.data.image_files import relative_folder
 from ssdctl.data.report import (
     Outcome,
     SplitReport,
@@ -91,26 +86,31 @@ from ssdctl.data.sources import (
     write_sources,
 )
 from ssdctl.data.store import image_folder
+from ssdctl.data.stored_images import (
+    REPORT,
+    config_of,
+    fits,
+    has_packed_images,
+    have_changed,
+    known_images,
+    lost_images,
+    read_report,
+    replaces_images,
+)
 from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import (
-    DECODE_ERRORS,
     atomic_write,
     disk_errors,
     lock,
     make_dir,
-    msgspec_type,
     no_follow,
-    read_limited,
     remove_stale_temporaries,
     write_bytes,
 )
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
-REPORT = "report.json"
-MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
-PACKED_IMAGES = "images-*.arrow"
 CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
 
 
@@ -226,14 +226,14 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     """Check all splits, then write their indexes: if one is refused, the old store remains."""
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
-    known = {s: _known_images(store, s, dataset.splits[s][0]) for s in splits}
-    if lost := _lost_images(store, dataset, known):
+    known = {s: _known(store, s, dataset.splits[s][0]) for s in splits}
+    if lost := lost_images(store.root, folder, dataset.splits, known):
         raise DataError(
             f"{folder}: would lose packed images that have labels, but no file any more: "
             f"{len(lost):,}, such as {lost[0]}",
             hint="put the files back, or remove their labels",
         )
-    replaces = store.keep_images and _replaces_images(folder, known)
+    replaces = store.keep_images and replaces_images(folder, known)
     if replaces and index.read_made(folder):
         _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
@@ -261,6 +261,12 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     return outcome
 
 
+def _known(store: _Store, split: str, images: Annotations) -> CheckedImages | None:
+    if store.force:
+        return None
+    return known_images(store.root, store.folder, store.config, split, images)
+
+
 def _make_store_dir(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if not all(name == ".lock" or name.endswith(".tmp") for name in names) and not any(
@@ -278,15 +284,6 @@ def _make_store_dir(folder: Path) -> None:
         raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
-def read_report(folder: Path) -> Outcome | None:
-    """Return what `prepare` reported when it wrote a store; None if it is unknown."""
-    try:
-        content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
-        return msgspec.json.decode(content, type=msgspec_type(Outcome))
-    except (OSError, *DECODE_ERRORS):
-        return None
-
-
 def _unchanged_outcome(
     root: Path, folder: Path, config: PrepareConfig, conversion: Conversion
 ) -> Outcome | None:
@@ -301,41 +298,13 @@ def _unchanged_outcome(
         metadata = index.read_metadata(folder, split)
         if metadata is None or metadata.key != keys.get(split):
             return None
-        if not _fits(metadata, folder, config):
+        if not fits(metadata, folder, config):
             return None
         known = index.read_images(folder, split)
-        if _have_changed(root, image_folder(root, metadata), metadata, known):
+        if have_changed(root, image_folder(root, metadata), metadata, known):
             return None
     # The folder may have been moved or copied since.
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
-
-
-def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool:
-    """Return whether the images of a split are stored as the options say, and are there."""
-    packed = (metadata.packed, metadata.shrink, metadata.encoding)
-    if packed != (config.pack, config.shrink, config.encoding):
-        return False
-    if metadata.verified != verified(config):
-        return False
-    return all(index.is_complete(folder / shard.file) for shard in metadata.shards)
-
-
-def config_of(folder: Path) -> PrepareConfig | None:
-    """Return the options with which a store has its images; None if there is no index."""
-    first = next((m for s in SPLITS if (m := index.read_metadata(folder, s)) is not None), None)
-    if first is None:
-        return None
-    return PrepareConfig(
-        pack=first.packed,
-        shrink=first.shrink,
-        encoding=first.encoding,
-        verify_images=first.verified != "no",
-        keep_damaged=first.verified == "damaged kept",
-    )
-
-
-def has_packed_images(folder: Path) -> bool:
-    return any(folder.glob(PACKED_IMAGES))
 
 
 def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> None:
@@ -344,62 +313,9 @@ def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> 
         return
     config = config_of(folder) or PACKED
     store = _Store(root, folder, config, force=False, keep_images=True, progress=without_progress)
-    known = {s: _known_images(store, s, found) for s, (found, _) in splits.items()}
-    if _replaces_images(folder, known):
+    known = {s: _known(store, s, found) for s, (found, _) in splits.items()}
+    if replaces_images(folder, known):
         _refuse_to_replace(store)
-
-
-def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
-    """Return whether the images of these splits are not all packed, or those of another one are."""
-    gone = _packed_splits(folder) - known.keys()
-    return has_packed_images(folder) and (None in known.values() or bool(gone))
-
-
-def _packed_splits(folder: Path) -> set[str]:
-    """Return the splits with packed images; if an index is damaged, those with files of them."""
-    made = index.read_made(folder)
-    names = (path.name for path in folder.glob(PACKED_IMAGES))
-    return {name.split("-")[1] for name in names} if made is None else {*made.splits}
-
-
-def _lost_images(store: _Store, dataset: _Dataset, known: Mapping[str, object]) -> list[str]:
-    """Return packed images whose labels are there, but no file: of splits that are not `known`."""
-    folder = store.folder
-    missing: dict[str, list[tuple[str, ...]]] = {}  # by stem
-    for images, num_bytes in dataset.splits.values():
-        names = zip(images.file_names, num_bytes, strict=True)
-        for name in (*(n for n, size in names if size is None), *images.without_image):
-            *folders, stem = _own_path(name)
-            missing.setdefault(stem, []).append((*folders, stem))
-    lost: list[str] = []
-    for split in SPLITS if has_packed_images(folder) else ():
-        path = index.index_path(folder, split)
-        if known.get(split) or not path.exists():
-            continue
-        try:
-            metadata, old = index.require_metadata(path), index.read_images(folder, split)
-        except DataError:
-            is_whole = split in dataset.splits and not missing
-            lost += [] if is_whole else [f"those of {split}, whose index is damaged"]
-            continue
-        if metadata.packed:
-            sizes = file_sizes(image_folder(store.root, metadata), old.names)
-            rows = zip(old.names, sizes, old.is_usable, strict=True)
-            gone = [name for name, size, is_usable in rows if is_usable and size is None]
-            lost += [name for name in gone if _is_one_of(_own_path(name), missing)]
-    return lost
-
-
-def _own_path(name: str) -> tuple[str, ...]:
-    """Return the parts of an image's path, or of its label file's, that both have."""
-    parts = PurePosixPath(nfc(name)).with_suffix("").parts
-    return tuple(part for part in parts if part not in ("images", "labels"))
-
-
-def _is_one_of(path: tuple[str, ...], paths: Mapping[str, Sequence[tuple[str, ...]]]) -> bool:
-    """Return whether a path is one of those, or one of the two is the end of the other."""
-    others = paths.get(path[-1], ()) if path else ()
-    return any(path[-len(other) :] == other[-len(path) :] for other in others)
 
 
 def _refuse_to_replace(store: _Store) -> NoReturn:
@@ -555,42 +471,3 @@ def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) ->
 
 def _hash(names: Iterable[str]) -> str:
     return hashlib.sha256(os.fsencode("\0".join(names))).hexdigest()
-
-
-def _have_changed(
-    root: Path, folder: Path, metadata: index.Metadata, known: index.IndexedImages
-) -> bool:
-    """Return whether images changed; those of a packed store may have been deleted."""
-    may_be_gone = metadata.packed
-    if relative_folder(folder, root) != metadata.images:  # it may be misspelled
-        may_be_gone &= {*file_sizes(image_folder(root, metadata), known.names)} == {None}
-    return bool(changed_images(folder, known.names, known.fingerprints, may_be_gone=may_be_gone))
-
-
-def _known_images(store: _Store, split: str, images: Annotations) -> CheckedImages | None:
-    """Return what the index knows of the same images, so that new labels pack none again."""
-    folder = store.folder
-    metadata, outcome = index.read_metadata(folder, split), read_report(folder)
-    if store.force or metadata is None or outcome is None:
-        return None
-    reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]
-    if not (reports and _fits(metadata, folder, store.config)):
-        return None
-    try:
-        known = index.read_images(folder, split)
-    except DataError:
-        return None  # damaged
-    if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
-        return None
-    if _have_changed(store.root, images.folder, metadata, known):
-        return None
-    new_ids = dict(zip(known.ids.tolist(), images.image_ids.tolist(), strict=True))
-    findings = [
-        msgspec.structs.replace(finding, image_id=new_ids.get(finding.image_id, finding.image_id))
-        for finding in reports[0].findings
-        if finding.kind in (DROPPED_IMAGE, NOTED_IMAGE)
-    ]
-    checked = CheckedImages(known.is_usable, known.fingerprints, findings, metadata.shards)
-    is_same = bool(metadata.upright) == images.upright or not checked.have_orientation
-    is_same &= bool(images.unsized) or not any(NO_SIZE in finding.detail for finding in findings)
-    return checked if is_same else None

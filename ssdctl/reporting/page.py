@@ -22,9 +22,9 @@ from ssdctl.data.dataset import require_split
 from ssdctl.data.drawing import class_color, ink_on, one_line
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.open_dataset import annotations_with_images
-from ssdctl.data.prepare import read_report
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import open_split
+from ssdctl.data.stored_images import read_report
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import COCO_METRICS
