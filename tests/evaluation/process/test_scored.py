@@ -233,7 +233,7 @@ def check_line(world: World, line: Line, out: Path) -> None:
         or (other and (others or len(names) > 1))
         or ("--fail-if-worse" in options and not other)
         or ("--all" in options and (len(names) > 1 or names == ["rows.json"]))
-        or ("--detections" in options and ("--all" in options or names == ["rows.json"]))
+        or ("--detections" in options and names == ["rows.json"])  # a run here has one checkpoint
         or (not detectors and {"--tile", "--tile-overlap", "--nms-iou", "--workers"} & {*options})
         or (
             "--tile-overlap" in options and detectors and not int(options.get("--tile", world.tile))
