@@ -28,7 +28,14 @@ from ssdctl.files import (
     sync_file,
 )
 from ssdctl.runs.folder import UPLOAD_PREFIX, RunDir, evaluation_of, step_of
-from ssdctl.runs.going_back import finish_going_back, go_back, retire, retired, retired_files
+from ssdctl.runs.going_back import (
+    finish_going_back,
+    go_back,
+    read_resumed_from,
+    retire,
+    retired,
+    retired_files,
+)
 
 
 class CheckpointFolder:
@@ -162,7 +169,8 @@ class CheckpointFolder:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        for path in reversed(self._run.resumable()):
+        aside = read_resumed_from(self._run).aside  # not renamed yet
+        for path in reversed([p for p in self._run.resumable() if p.name not in aside]):
             try:
                 return load_resumable(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:

@@ -37,6 +37,7 @@ class ResumedFrom(msgspec.Struct, frozen=True):
     file: str | None = None  # absolute, or a name in the run's `checkpoints/`
     step: int = 0
     aside: list[str] = []  # names in `checkpoints/` that are still to be renamed
+    origin: str | None = None  # the last FILE of another run
 
 
 def read_resumed_from(run: RunDir) -> ResumedFrom:
@@ -54,8 +55,9 @@ def read_resumed_from(run: RunDir) -> ResumedFrom:
 
 
 def has_continued_from(run: RunDir, file: Path) -> bool:
-    """Return whether the run has checkpoints, and its newest ones came from `--resume FILE`."""
-    return read_resumed_from(run).file == _name(run, file) and bool(run.resumable())
+    """Return whether the run has checkpoints, which came from `--resume FILE`."""
+    record = read_resumed_from(run)
+    return _name(run, file) in (record.file, record.origin) and bool(run.resumable())
 
 
 def go_back(run: RunDir, step: int, file: Path | None, *, is_best_later: bool) -> list[Path]:
@@ -67,9 +69,12 @@ def go_back(run: RunDir, step: int, file: Path | None, *, is_best_later: bool) -
     """
     later = [path for path in run.step_checkpoints() if step_of(path) > step]
     aside = [path.name for path in later] + [run.best.name] * is_best_later
-    name = read_resumed_from(run).file if file is None else _name(run, file)
+    before = read_resumed_from(run)
+    name = before.file if file is None else _name(run, file)
+    names = (name, before.file, before.origin)
+    origin = next((n for n in names if n is not None and Path(n).is_absolute()), None)
     if aside or file is not None:
-        _write(run, ResumedFrom(name, step, aside))
+        _write(run, ResumedFrom(name, step, aside, origin))
         finish_going_back(run)
     return later
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
@@ -19,6 +20,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.going_back import ResumedFrom
 from ssdctl.runs.run import Run
 
 if TYPE_CHECKING:
@@ -195,7 +197,16 @@ def test_going_back_after_an_extension_keeps_the_first_schedule(shapes: Path, cl
     assert cli(*words, "--steps", 6, "--keep", 9, "--resume-changed").code == 0
     back = ["--steps", 4, "--resume", "a/checkpoints/step-00000002.pt"]
     cli(*words, *back, "--dry-run").expect(0)
+    killed = ResumedFrom("step-00000002.pt", 2, ["step-00000004.pt", "step-00000006.pt"])
+    Path("a/resumed-from.json").write_bytes(msgspec.json.encode(killed))
     cli(*words, *back).expect(0)
+
+
+def test_a_run_that_went_back_still_continues_from_its_origin(run: Path, train: Train) -> None:
+    out, first = run.with_name("out"), run / "checkpoints/step-00000003.pt"
+    for file in (first, out / "checkpoints/step-00000004.pt", first):
+        train("--steps", 5, "--save-every", "1st", "--keep", 9, "--resume", file, out=out)
+    assert steps(out) == [4, 5]
 
 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
