@@ -238,6 +238,7 @@ class Saver(CheckpointFolder):
         self._every = plan.every(plan.config.train.save_every)
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
+        self.is_requested = False  # by the clock: save after the next step
 
     def start(self, step: int, checkpoint: Checkpoint | None) -> None:
         """Set aside the checkpoints after `step`, from which the run continues."""
@@ -277,6 +278,7 @@ class Saver(CheckpointFolder):
         if self._ranks.is_main:
             super().save(checkpoint)
         self.saved_step, self._since = checkpoint.step, time.monotonic()
+        self.is_requested = False
 
     def newest(self) -> Checkpoint | None:
         self.wait()

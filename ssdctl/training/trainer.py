@@ -143,6 +143,7 @@ class Trainer:
         self.evaluation: Evaluation | None = None
         self._thresholds: Sequence[float | None] = ()  # of the last evaluation
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
+        self._new_report: Step | None = None  # since then
         displays = [observer for observer in observers if isinstance(observer, Display)]
         self._display = displays[0] if displays else log_display(progress=progress)
         self._given = observers if displays else [self._display, *observers]
@@ -321,11 +322,12 @@ class Trainer:
                     self._save()
                 if self.evaluator.is_due(self.step):
                     self._evaluate()
+                if self.saver.is_requested:
+                    self._save(is_scheduled=False)
                 if is_last:
                     self._record_evaluation(wait=True)
-            evaluation, self._new_evaluation = self._new_evaluation, None
             self.meter.mark()
-            yield step._replace(evaluation=evaluation)
+            yield self._with_news(step)
         if requests.end and (reason := self.evaluator.early_stopping.reason_to_end()):
             log.info("%s", reason)
         self._finish()
@@ -367,15 +369,19 @@ class Trainer:
 
         Raises:
             ssdctl.errors.UsageError: The trainer is not open, or has no validation images.
-            ssdctl.errors.NonFiniteError: An output of the network is NaN or infinite.
+            ssdctl.errors.NonFiniteError: An output of the network is NaN or infinite, or see
+                `__iter__`.
+            ssdctl.errors.DataError: See `__iter__`.
         """
         self._require("open")
         if self.splits.val is None:
             raise UsageError(f"{self.path}: no validation images to evaluate on")
-        with self._failing_together(), self.meter.paused():
-            if self.evaluator.detected_step != self.step:
-                self._evaluate()
-            self._record_evaluation(wait=True)
+        with self._failing_together():
+            self._record_pending()
+            with self.meter.paused():
+                if self.evaluator.detected_step != self.step:
+                    self._evaluate()
+                self._record_evaluation(wait=True)
         return self.evaluation
 
     def state(self, rank_statistics: list[list[Tensor]] | None = None) -> Checkpoint:
@@ -525,8 +531,18 @@ class Trainer:
         self.samples_seen += self.plan.global_batch_size
         if self.ema is not None:
             self.ema.update()
-        is_saved = self.saver.is_due(self.step) or self.evaluator.is_due(self.step)
+        is_scheduled = self.saver.is_due(self.step) or self.evaluator.is_due(self.step)
+        is_saved = is_scheduled or self.saver.is_requested
         return self.recorder.record(self.step, began, batches, result, is_saved=is_saved)
+
+    def _with_news(self, step: Step) -> Step:
+        """Return a step with what was scored and reported since the previous one was yielded."""
+        step, self._new_evaluation = step._replace(evaluation=self._new_evaluation), None
+        report, self._new_report = self._new_report, None
+        if report is None:
+            return step
+        bad_images = [*report.bad_images, *step.bad_images]
+        return step._replace(bad_images=bad_images, skipped=[*report.skipped, *step.skipped])
 
     def _end_step(self, step: Step) -> None:
         """Tell the observers; end the run or roll it back if too much went wrong."""
@@ -539,8 +555,8 @@ class Trainer:
         """Record the steps since the last log point, which a resumed run does not repeat."""
         self.meter.start()  # an evaluation, or a loop that was left, does not count
         if (step := self.recorder.take_pending()) is not None:
-            if self._folder is not None:
-                self._folder.on_step(step)
+            self._new_report = step
+            self._observers.tell(lambda observer: observer.on_report(step))
             self._check_problems(step)
 
     def _check_problems(self, step: Step) -> None:
@@ -577,10 +593,7 @@ class Trainer:
         if requests.check_input:
             with self._saved_before_an_error():
                 collectives.run_and_gather(self.input.check, self.ranks)
-        if requests.save:
-            self._record_pending()
-            with self.meter.paused():
-                self._save(is_scheduled=False)
+        self.saver.is_requested |= requests.save
 
     def _stop(self) -> None:
         signal_name = signals.stop_requested()

@@ -98,14 +98,16 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     trackers = opened({"recording": lambda run: recording}, recording.run, uploads=True)
     trackers.on_step(step_of(1))
     trackers.on_step(step_of(2, is_logged=False))
+    trackers.on_report(step_of(2))
     trackers.on_epoch(epoch_of(2, 1, 3.0))
     trackers.on_evaluation(scored(2, AP=0.5, APs=-1.0, loss=2.0))
     trackers.on_checkpoint(Saved(2, "best", tmp_path / "best.pt"))
     trackers.on_checkpoint(Saved(2, "last", tmp_path / "absent.pt"))
     end(trackers)
     end(trackers)  # nothing is left to close
-    (step, *others) = recording.received
-    assert (step.group, step.step, step.values["loss"]) == ("train", 1, 1.0)
+    (first, second, *others) = recording.received
+    trained = [(m.group, m.step, m.values["loss"]) for m in (first, second)]
+    assert trained == [("train", 1, 1.0), ("train", 2, 0.5)]
     assert others == [
         Metrics("epoch", 2, {"duration_s": 3.0, "images_per_second": 4.0}),
         Metrics("eval", 2, {"AP": 0.5, "loss": 2.0}),

@@ -171,6 +171,12 @@ class Observer:
     def on_step(self, step: Step) -> None:
         """Handle a step. `step.metrics` is set at log points (`--log-every`)."""
 
+    def on_report(self, step: Step) -> None:
+        """Handle the metrics and problems of the last step, recorded before an unplanned save.
+
+        A signal, an early end, `Trainer.save` and `Trainer.evaluate` save between log points.
+        """
+
     def on_epoch(self, epoch: Epoch) -> None:
         """Handle the end of an epoch."""
 

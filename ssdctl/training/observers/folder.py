@@ -107,6 +107,8 @@ class FolderWriter(Observer):
                 self._folder.nonfinite,
             )
 
+    on_report = on_step
+
     def _write_skipped(self, bad: BadStep) -> None:
         content = json.dumps({"step": bad.step, "image_ids": bad.image_ids})
         name, copy = f"step-{bad.step:08d}", 1

@@ -272,6 +272,8 @@ class Trackers(Observer):
         if step.metrics is not None:
             self._send("train", step.step, step.metrics._asdict())
 
+    on_report = on_step
+
     def on_epoch(self, epoch: Epoch) -> None:
         values = {k: v for k, v in epoch._asdict().items() if k not in POSITION}
         self._send("epoch", epoch.step, values)

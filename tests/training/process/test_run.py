@@ -26,6 +26,7 @@ from ssdctl.errors import Stopped
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations.ssd import color
 from ssdctl.runs.run import Run
+from ssdctl.training.observers import Step
 from ssdctl.training.throughput import StepProfiler
 from ssdctl.training.trainer import Trainer
 
@@ -162,29 +163,38 @@ def break_the_fourth_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "load", lambda _: broken)
 
 
-@pytest.mark.parametrize("end", ["signal", "patience", "saved", "left"])
+@pytest.mark.parametrize("end", ["signal", "patience", "save", "evaluate", "left", "clock"])
 def test_what_happened_between_log_points_is_recorded_before_a_save(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """A resumed run does not repeat the steps before it."""
     break_the_fourth_batch(monkeypatch)
     every = "eval_every" if end == "patience" else "save_every"
-    config = ssdctl.configure(train={"patience": 1, "log_every": 0, every: "5st"})
-    with (
-        contextlib.suppress(Stopped),
-        Trainer(shapes, config=config, out=tmp_path, steps=200, **TINY) as trainer,
-    ):
+    period = {"patience": "5st", "left": "5st", "clock": "0.00001min"}.get(end, "9st")
+    config = ssdctl.configure(train={"patience": 1, "log_every": 0, every: period})
+    told, yielded = list[int](), list[int]()
+
+    class Listener(ssdctl.Observer):
+        def on_step(self, step: Step) -> None:
+            told.extend(bad.step for bad in step.skipped)
+
+        on_report = on_step
+
+    settings = {**TINY, "config": config, "steps": 200, "observers": [Listener()]}
+    with contextlib.suppress(Stopped), Trainer(shapes, out=tmp_path, **settings) as trainer:
         for step in trainer:
-            if step.step == 6 and end == "signal":
+            yielded += [bad.step for bad in step.skipped]
+            if step.step == 5 and end == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
-            if step.step == 6 and end == "saved":
-                trainer.save()
-            if step.step == 6 and end in ("saved", "left"):
+            if step.step == 5 and end in ("save", "evaluate"):
+                getattr(trainer, end)()
+            if step.step == 6 and end not in ("signal", "patience"):
                 break
     bad = [r["bad_step"] for r in records(tmp_path, "event") if r["event"] == "nonfinite"]
-    assert bad == [4]
+    assert bad == told == [4]
+    assert yielded == [4] * (end != "signal")
     trained = [r["step"] for r in records(tmp_path, "train")]
-    assert trained == [last(tmp_path).step] * (end != "left")
+    assert trained == [last(tmp_path).step] * (end not in ("left", "clock"))
     assert trained < [200]
 
 
