@@ -109,8 +109,6 @@ def check_image(
         is_whole = is_uncompressed(str(path))
         read_all = is_whole or config.pack or config.verify_images or status.st_size <= HEAD_BYTES
         content = file.readall() if read_all else file.read(HEAD_BYTES)
-        if content.startswith(PNG_START) and not read_all:
-            content += file.readall()  # EXIF data may be behind the pixels
         tail = content[-SKETCH_BYTES:]
         if len(content) < status.st_size:
             tail = os.pread(file.fileno(), SKETCH_BYTES, status.st_size - SKETCH_BYTES)
@@ -119,11 +117,15 @@ def check_image(
         fingerprint = (status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
             # Usually the first and last bytes show that it can be used.
-            with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
+            file.seek(0)
+            is_png = content.startswith(PNG_START)  # EXIF data may be behind its pixels
+            source = file if is_png else io.BytesIO(content)
+            with contextlib.suppress(Exception), open_image(source) as image:
                 header = read_header(image)
                 note = _note(header, size, upright, is_sized)
                 if _has_end(header, tail):
                     return CheckedImage(None, None, note, *fingerprint)
+            file.seek(len(content))
             content += file.readall()  # a long header, or a reason to look at the pixels
     try:
         packed, note = _inspect(content, size, config, upright, is_sized)

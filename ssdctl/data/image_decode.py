@@ -39,8 +39,9 @@ Pixels = NDArray[np.uint8]
 ImageLike = Any
 MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
 MAX_FILE_BYTES = 1 << 30
-TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")  # of a PNG
-METADATA_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp")
+PNG_HEADER_BYTES = 33  # signature and IHDR
+METADATA_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of a PNG
+MAX_METADATA_BYTES = 1 << 20
 COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
 # Not EPS, which runs Ghostscript, nor formats that need another program or hold no pixels.
 OTHER_FORMATS = (
@@ -303,29 +304,37 @@ def _orientation(image: Image.Image) -> int:
     metadata = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
     try:
         if image.format == "PNG" and metadata.isdisjoint(image.info):
-            if not _has_metadata_behind(getattr(image, "fp", None)):
-                return 1  # Pillow would decode all pixels to look for it
-            image.load()
-        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
+            exif = _exif_behind_pixels(getattr(image, "fp", None))
+        else:
+            exif = image.getexif()
+        orientation = int(exif.get(ExifTags.Base.Orientation, 1))
     except Exception:  # broken metadata: the pixels may be intact
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def _has_metadata_behind(file: IO[bytes] | None) -> bool:
-    """Return whether a PNG may have EXIF data behind its pixels, as ImageMagick writes it."""
+def _exif_behind_pixels(file: IO[bytes] | None) -> Image.Exif:
+    """Return the EXIF data behind the pixels of a PNG, where ImageMagick writes it.
+
+    Pillow would decode all pixels to look for it.
+    """
     if file is None:  # the pixels are loaded, and what is behind them
-        return False
-    position, is_behind, found = file.tell(), False, False
-    file.seek(8)
-    while not found and len(head := file.read(8)) == 8:
-        size, kind = int.from_bytes(head[:4], "big"), head[4:]
+        return Image.Exif()
+    position = file.tell()
+    file.seek(0)
+    header, late, is_behind = file.read(PNG_HEADER_BYTES), b"", False
+    while len(start := file.read(8)) == 8:
+        size, kind = int.from_bytes(start[:4], "big"), start[4:]
         is_behind |= kind == b"IDAT"
-        start = file.read(min(size, 20)) if is_behind and kind in TEXT_CHUNKS else b""
-        found = is_behind and (kind == b"eXIf" or start.startswith(METADATA_KEYWORDS))
-        file.seek(size + 4 - len(start), os.SEEK_CUR)
+        if is_behind and kind in METADATA_CHUNKS and size <= MAX_METADATA_BYTES:
+            late += start + file.read(size + 4)
+        else:
+            file.seek(size + 4, os.SEEK_CUR)
     file.seek(position)
-    return found
+    if not late:
+        return Image.Exif()
+    with Image.open(io.BytesIO(header + late + b"\0\0\0\0IDAT"), formats=["PNG"]) as image:
+        return Image.Image.getexif(image)  # a PNG's own would decode its pixels
 
 
 def _decode_by_pillow(content: Any, size: tuple[int, int] | None, upright: bool) -> Pixels:

@@ -10,6 +10,7 @@ The index has the fingerprints of the listed images.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from ssdctl.data.divide import Division
 from ssdctl.data.formats import coco, recognized
 from ssdctl.data.image_files import file_sizes, files_below, in_threads, is_image, relative_folder
 from ssdctl.data.store import image_folder
-from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
     is_utf8,
@@ -200,7 +201,7 @@ def read_sources(path: Path) -> Sources:
 def other_dataset(root: Path, store: Path) -> Path | None:
     """Return the dataset that a store was made of if it is not `root`, nor the same elsewhere.
 
-    A copy is unchanged. One that is gone was moved if most of its images are in `root`.
+    A copy is unchanged; one that is gone may have been moved, and changed since.
     """
     made, usual = index.last_made(store), usual_store(root)
     if made is None or os.path.realpath(store) == os.path.realpath(usual):
@@ -208,20 +209,29 @@ def other_dataset(root: Path, store: Path) -> Path | None:
     last = Path(made.root)
     is_file = os.path.isfile(last) and root.is_file()  # noqa: PTH113 - others may not look there
     paths = (last, root) if is_file else map(root_folder, (last, root))
-    if len({*map(os.path.realpath, paths)}) == 1 or not changes(root, store, made):
+    if len({*map(os.path.realpath, paths)}) == 1:
         return None
-    is_there = os.path.exists(last)  # noqa: PTH110
-    return last if is_there or not _has_most_images(root, store, made) else None
+    is_there, changed = os.path.exists(last), bool(changes(root, store, made))  # noqa: PTH110
+    is_same = not (is_there and changed) and _is_moved(root, store, made, has_changed=changed)
+    return None if is_same else last
 
 
-def _has_most_images(root: Path, store: Path, made: index.Made) -> bool:
-    is_same: list[bool] = []
-    for split in made.splits:
-        metadata = index.require_metadata(index.index_path(store, split))
-        images = index.read_images(store, split, MAX_COMPARED)
-        sizes = file_sizes(image_folder(root, metadata), images.names)
-        is_same += [a == b for a, b in zip(sizes, images.fingerprints.bytes.tolist(), strict=True)]
-    return 2 * sum(is_same) >= len(is_same)
+def _is_moved(root: Path, store: Path, made: index.Made, *, has_changed: bool) -> bool:
+    """Return whether most images that are in `root` are a store's; without images, most labels."""
+    same: list[bool] = []
+    with contextlib.suppress(DataError):  # damaged
+        for split in made.splits:
+            metadata = index.require_metadata(index.index_path(store, split))
+            images = index.read_images(store, split, MAX_COMPARED)
+            sizes = file_sizes(image_folder(root, metadata), images.names)
+            pairs = zip(sizes, images.fingerprints.bytes.tolist(), strict=True)
+            same += [a == b for a, b in pairs if a is not None]
+        if not same and has_changed:
+            recorded, folder = read_sources(store / made.sources), root_folder(root)
+            versions = versions_of(folder, recorded.names)
+            of_labels = zip(versions, recorded.bytes.tolist(), strict=True)
+            same = [num_bytes == size for (size, _), num_bytes in of_labels if num_bytes]
+    return 2 * sum(same) >= len(same) and (bool(same) or not has_changed)
 
 
 def refuse_store_of_another(root: Path, store: Path) -> None:

@@ -7,7 +7,7 @@ A packed store may have the only copies of images: their files may be gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -27,6 +27,7 @@ from ssdctl.files import DECODE_ERRORS, msgspec_type, read_limited
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED_IMAGES = "images-*.arrow"
+_Parts = tuple[str, ...]  # of a path
 
 
 def read_report(folder: Path) -> Outcome | None:
@@ -123,12 +124,12 @@ def lost_images(
     root: Path, folder: Path, splits: Mapping[str, Resolved], known: Mapping[str, object]
 ) -> list[str]:
     """Return packed images whose labels are there, but no file: of splits that are not `known`."""
-    missing: dict[str, list[tuple[str, ...]]] = {}  # by stem
+    missing, ends = dict[_Parts, str](), dict[_Parts, str]()
     for images, num_bytes in splits.values():
         names = zip(images.file_names, num_bytes, strict=True)
         for name in (*(n for n, size in names if size is None), *images.without_image):
-            *folders, stem = _own_path(name)
-            missing.setdefault(stem, []).append((*folders, stem))
+            missing[_own_path(name)] = name
+            ends.update(dict.fromkeys(_ends(_own_path(name)), name))
     lost: list[str] = []
     for split in SPLITS if has_packed_images(folder) else ():
         path = index.index_path(folder, split)
@@ -144,17 +145,19 @@ def lost_images(
             sizes = file_sizes(image_folder(root, metadata), old.names)
             rows = zip(old.names, sizes, old.is_usable, strict=True)
             gone = [name for name, size, is_usable in rows if is_usable and size is None]
-            lost += [name for name in gone if _is_one_of(_own_path(name), missing)]
+            for name in gone:
+                parts = _own_path(name)
+                labels = [missing[end] for end in _ends(parts) if end in missing]
+                if label := ends.get(parts, labels[0] if labels else None):
+                    lost.append(name if label == name else f"{name} ({label})")
     return lost
 
 
-def _own_path(name: str) -> tuple[str, ...]:
+def _own_path(name: str) -> _Parts:
     """Return the parts of an image's path, or of its label file's, that both have."""
     parts = PurePosixPath(nfc(name)).with_suffix("").parts
     return tuple(part for part in parts if part not in ("images", "labels"))
 
 
-def _is_one_of(path: tuple[str, ...], paths: Mapping[str, Sequence[tuple[str, ...]]]) -> bool:
-    """Return whether a path is one of those, or one of the two is the end of the other."""
-    others = paths.get(path[-1], ()) if path else ()
-    return any(path[-len(other) :] == other[-len(path) :] for other in others)
+def _ends(path: _Parts) -> list[_Parts]:
+    return [path[n:] for n in range(len(path))]

@@ -148,6 +148,8 @@ def test_exif_data_behind_the_pixels_of_a_large_png(tmp_path: Path) -> None:
         result = checked(tmp_path, content, config, (300, 400))
         assert result.problem is None
         assert "upright" in str(result.note)
+    damaged = content[:9000] + bytes(9) + content[9009:]
+    assert checked(tmp_path, damaged, VERIFIED, (300, 400)).problem
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
