@@ -107,10 +107,10 @@ threading.Thread(target=lambda: [torch.rand(9) for _ in iter(lambda: time.sleep(
 
 # Calls that the ranks make together. One of them is given something else, spoils a file, or fails inside.
 TOGETHER = """
-ssdctl.train("shapes", out="OUT", steps=3, **{**TINY, **given}); result = done("OUT")
-ssdctl.train("shapes", out="OUT", steps=3, **{**TINY, "init": "run", "config": ssdctl.configure(train={"fold": "1/2", "eval_every": "1st", "sync_bn": True}), **given}); result = done("OUT")
-with ssdctl.Trainer("shapes", out="OUT", steps=3, **{**TINY, **given}) as trainer: [inside(trainer) for _ in trainer]\\nresult = done("OUT")
-trainer = ssdctl.Trainer("shapes", out="OUT", steps=3, **{**TINY, **given}); trainer.open(); [(inside(trainer), trainer.save(), trainer.evaluate()) for _ in trainer]; result = done("OUT")
+ssdctl.train("shapes", out="OUT", **{**TINY, "steps": 3, **given}); result = done("OUT")
+ssdctl.train("shapes", out="OUT", **{**TINY, "steps": 3, "init": "run", "config": ssdctl.configure(train={"fold": "1/2", "eval_every": "1st", "sync_bn": True}), **given}); result = done("OUT")
+with ssdctl.Trainer("shapes", out="OUT", **{**TINY, "steps": 3, **given}) as trainer: [inside(trainer) for _ in trainer]\\nresult = done("OUT")
+trainer = ssdctl.Trainer("shapes", out="OUT", **{**TINY, "steps": 3, **given}); trainer.open(); [(inside(trainer), trainer.save(), trainer.evaluate()) for _ in trainer]; result = done("OUT")
 result = ssdctl.evaluate("run", "shapes", **{"device": "cpu", **given})
 result = ssdctl.evaluate(network, "shapes", **{"device": "cpu", "detections": "OUT.json", "report": "OUT", **given})
 """
