@@ -238,7 +238,7 @@ def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] 
         rank, size = group
         store = dist.FileStore(str(folder.parent / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    compiles = any(word in str(lines) for word in ("deterministic", "meta"))
+    compiles = any(word in str(lines) for word in ("deterministic", "meta", "profile"))
     for module in (*IMPORTED, *IMPORTED_FOR_COMPILING * compiles):
         importlib.import_module(module)
     names: dict[str, Any] = {}

@@ -80,14 +80,17 @@ def boxes_of(things: Iterable[Thing]) -> list[Box]:
     return sorted((t.name, t.left, t.top, t.width, t.height, t.is_crowd) for t in things)
 
 
-def present(tree: Tree, world: World) -> Truth:
-    """Return the images that are there; those to test with validate if there are no others."""
+def present(tree: Tree, world: World, kept: Collection[str] = ()) -> Truth:
+    """Return the images that are there, with the objects of the kept classes; none: of all.
+
+    Those to test with validate if there are no others.
+    """
     splits: Truth = {}
     for path, picture in tree.images.items():
         if not picture.is_missing:
-            splits.setdefault(picture.split, {})[path] = picture
+            splits.setdefault(picture.split, {})[path] = things_of(picture, kept)
     is_unread = world.layout == "voc: lists" and "no empty files" in world.flags
-    if is_unread and not any(picture.things for picture in splits.get("test", {}).values()):
+    if is_unread and not any(tree.images[path].things for path in splits.get("test", ())):
         splits.pop("test", None)  # VOC2012's list is public, its XML files are not
     # COCO's files list images that are missing.
     listed = tree.images.values() if world.layout.startswith("coco") else ()
@@ -332,10 +335,7 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
         after = with_val(after)
         new = rewrite(after, new)
         prepare_dataset(config_of(usual), force=False, progress=without_progress)
-        truth = {
-            split: {path: things_of(p, kept) for path, p in part.items()}
-            for split, part in present(new, after).items()
-        }
+        truth = present(new, after, kept)
         check_index(tree.data, store, truth, lost_of(new), ALL[world.layout][0])
     shutil.rmtree(store)
 
@@ -347,10 +347,7 @@ def check_divided(
 
     Return the part of each image.
     """
-    truth = {
-        split: {path: things_of(p, kept) for path, p in part.items()}
-        for split, part in present(tree, world).items()
-    }
+    truth = present(tree, world, kept)
     if len(world.splits) == 1:
         (whole,) = truth.values()
         folder = tree.data.parent if tree.data.is_file() else tree.data
