@@ -68,7 +68,7 @@ def prepare(
 
         check_target(preview)
         root, store = dataset_folders(call.config.data)
-        if root.is_dir() and store.resolve() not in preview.resolve().parents:
+        if store.resolve() not in preview.resolve().parents:
             refuse_in_dataset(preview, root, "--preview")
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
