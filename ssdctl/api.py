@@ -24,7 +24,7 @@ from ssdctl.config.call import (
     resolve_call,
     takes_settings,
 )
-from ssdctl.config.settings import Config
+from ssdctl.config.settings import TABLES, Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import FORMATS, NMS
 from ssdctl.runs.folder import RunDir, make_report_dir
@@ -58,10 +58,10 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
         ssdctl.errors.UsageError: A setting does not exist, or has a wrong value.
     """
     for table, settings in tables.items():
-        if not isinstance(settings, Mapping):
+        if table not in TABLES or not isinstance(settings, Mapping):
             raise UsageError(
-                f"configure: {table!r} is not a table of settings",
-                hint=f'put it into its table, such as train={{"{table}": ...}}',
+                f"configure: {table} is not a table with its settings",
+                hint=f'write train={{"lr": 0.01}}; the tables are {", ".join(TABLES)}',
             )
     given = [
         override_of(f"{table}.{key}", value, f"{table}.{key}")

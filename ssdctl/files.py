@@ -224,12 +224,21 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             with open(temporary, "xb", opener=no_follow) as file:
                 yield file
                 file.flush()
+                _keep_mode(path, file.fileno())
                 sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync_dir(path.parent)
+
+
+def _keep_mode(path: Path, file: int) -> None:
+    """Give a new file the permissions of the one that it replaces."""
+    with contextlib.suppress(OSError):  # there is none
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(file, mode & 0o777)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

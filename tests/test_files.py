@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,6 +192,15 @@ def test_pipes_and_standard_output_are_not_replaced(tmp_path: Path) -> None:
             write_text(path, "new")
     assert pipe.is_fifo()
     assert link.is_symlink()
+
+
+def test_permissions_of_a_file_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for mode in (0o600, 0o664):
+        path.touch()
+        path.chmod(mode)
+        write_text(path, "new")
+        assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_a_reader_that_has_ended_is_no_disk_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,10 @@ def test_the_loss_of_the_network_is_the_multibox_loss(model: ssdctl.SSD300) -> N
     stretched = torch.full((2, 3, 300, 600), 0.5)
     torch.testing.assert_close(model.loss(stretched, wide), model.loss(plain, targets))
     assert "targets" not in str(list(model.state_dict()))
+    empty = torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.long)
+    assert ssdctl.MultiboxLoss()(*model(plain), *empty).total == 0
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(model.loss(plain, targets), [*model.parameters()], create_graph=True)
 
 
 def in_format(name: str, box: tuple[float, ...], canvas_size: tuple[int, int]) -> torch.Tensor:
@@ -360,8 +365,11 @@ def test_detections_are_those_of_a_predictor() -> None:
     modes = [module.training for module in own.modules()]
     found = own.detect(images, score=0.02, nms_iou=0.4)
     assert [module.training for module in own.modules()] == modes
-    for same in ([*images / 255], iter(images)):
-        assert found == own.detect(same, score=0.02, nms_iou=0.4)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(4) as pool:
+        given = [[*images / 255], iter(images), *[images] * 12]
+        together = pool.map(lambda same: own.detect(same, score=0.02, nms_iou=0.4), given)
+        assert all(found == same for same in together)
+    assert [module.training for module in own.modules()] == modes
     expected = ssdctl.load(own, device="cpu", score=0.02, nms_iou=0.4).predict([*images])
     for result, other in zip(found, expected, strict=True):
         assert result.labels.tolist() == other.labels.tolist()
@@ -453,8 +461,9 @@ def test_bad_batches_are_named(model: ssdctl.SSD300, images: Any, targets: Any, 
 
 
 def test_networks_that_do_not_exist_are_refused(model: ssdctl.SSD300) -> None:
-    for name, classes, norm in (("tiny", 3, "batc"), ("vgg16", 3, "batch"), ("tiny", 1, "none")):
-        with pytest.raises(UsageError, match=f"{norm}|num_classes {classes}"):
+    wrong = [("tin", 3, "none"), ("tiny", 3, "batc"), ("vgg16", 3, "batch"), ("tiny", 1, "none")]
+    for name, classes, norm in wrong:
+        with pytest.raises(UsageError, match=f"{norm}|num_classes {classes}|hint: choose from"):
             ssdctl.SSD300(name, classes, norm)
     with pytest.raises(UsageError, match="320"):
         model(torch.zeros(1, 3, 320, 320))

@@ -214,6 +214,8 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
     name = name if isinstance(name, str) else "image"  # an upload's is None or a number
     try:
         with Path(name).open("rb") if is_path else contextlib.nullcontext(image) as file:
+            with contextlib.suppress(AttributeError, io.UnsupportedOperation):
+                file.seek(0)  # as Pillow does
             content = file.read(MAX_FILE_BYTES + 1)
     except (UnicodeDecodeError, TypeError):
         content = None
@@ -233,6 +235,8 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
 
 def _rgb_of_image(image: Image.Image) -> Pixels:
     name = str(getattr(image, "filename", "") or "image")
+    if getattr(image, "tile", ()) and getattr(image, "fp", name) is None:
+        raise UsageError(f"{name}: a PIL image that is closed", hint="give its path, or load it")
     try:
         read_header(image)
         image.load()  # Pillow turns a TIFF upright when it loads it
@@ -249,6 +253,7 @@ def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
                 "floating-point pixels outside 0 to 1", hint="scale them, or give uint8"
             )
         pixels = np.rint(pixels * 255).astype(np.uint8)
+    pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     is_supported = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4))
     if not is_supported or not pixels.size or pixels.dtype not in (np.uint8, np.uint16):
         hint = "expected (height, width, 3) uint8, RGB"

@@ -8,6 +8,7 @@ Shapes: B batch, C classes with background, N default boxes, K detections of an 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint.exported import PACKAGES
+from ssdctl.checkpoint.exported import PACKAGES, read_onnx
 from ssdctl.checkpoint.format import OnnxGraph
 from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, import_package
@@ -62,6 +63,7 @@ class OnnxDetector:
             raise UsageError(problem, hint="leave it out")
         self.device = device
         self._path = checkpoint.path
+        self._arguments = checkpoint.path.absolute(), device, config
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
@@ -86,6 +88,10 @@ class OnnxDetector:
             iou if nms_iou is None else nms_iou,
         )
         self._rules = constants._replace(score_threshold=self.score_threshold, nms_iou=self.nms_iou)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Read the file again in another process."""
+        return _opened, self._arguments
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
         """Run the graph; a fixed batch size is filled with repetitions of the last image."""
@@ -149,6 +155,10 @@ class OnnxDetector:
             DETECTIONS: [(batch, most, 4), (batch, most), (batch, most), (batch,)],
         }[self._outputs]
         return most <= MAX_DETECTIONS and shapes == expected and "ffii".startswith(kinds)
+
+
+def _opened(path: Path, device: Device, config: DetectorConfig) -> OnnxDetector:
+    return OnnxDetector(read_onnx(path), device, config)
 
 
 def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:

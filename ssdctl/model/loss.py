@@ -63,6 +63,8 @@ class Targets(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding, -1 an object to ignore.
         """
+        if not labels_BG.shape[1]:  # matching needs one column
+            boxes_BG4, labels_BG = F.pad(boxes_BG4, (0, 0, 0, 1)), F.pad(labels_BG, (0, 1))
         assigned_BN, label_BN = self.matcher(boxes_BG4, labels_BG, self.defaults_ltrb)
         centers_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
         matched_B4N = self.matcher.take(centers_B4G, assigned_BN)
@@ -168,6 +170,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BN: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("the loss has no second derivatives (create_graph=True)")
         log_p, label_BN = ctx.saved_tensors
         grad_B1N = grad_BN.unsqueeze(1)
         grad_BCN = log_p.exp().mul_(grad_B1N)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +34,10 @@ CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 # Boxes (left, top, right, bottom) in pixels of the image, scores and labels.
 Merged = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
 Window = tuple[int, int, int, int]  # part of an image: left, top, right, bottom in pixels
+_lock = threading.Lock()
+# Threads that evaluate a network, and its modules that were in training mode before.
+_in_evaluation: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]]
+_in_evaluation = weakref.WeakKeyDictionary()
 
 
 class ImageDetections(NamedTuple):
@@ -62,15 +68,26 @@ def detect(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode during the block, then each module back into its own."""
-    training = [module for module in model.modules() if module.training]
-    if training:
-        model.eval()
+    """Put a network into evaluation mode during the block, then each module back into its own.
+
+    Of threads in it at the same time, the last one puts them back.
+    """
+    with _lock:
+        count, training = _in_evaluation.get(model, (0, []))
+        training = training + [module for module in model.modules() if module.training]
+        _in_evaluation[model] = count + 1, training
+        if training:
+            model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _lock:
+            count, training = _in_evaluation.pop(model)
+            if count > 1:
+                _in_evaluation[model] = count - 1, training
+            else:
+                for module in training:
+                    module.training = True
 
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:

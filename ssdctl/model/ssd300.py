@@ -94,6 +94,7 @@ class SSD300(nn.Module):
             `(300, 0.2)`; None: as a whole.
     """
 
+    @hints_in_messages()
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
         file, plugin = load_backbone_file(backbone)
@@ -574,10 +575,7 @@ def _padded_targets(
         boxes.append(box / box.new_tensor([width, height, width, height]))
         labels.append(label)
     pad = torch.nn.utils.rnn.pad_sequence
-    boxes_BG4, labels_BG = pad(boxes, batch_first=True), pad(labels, batch_first=True)
-    if not boxes_BG4.shape[1]:  # matching needs one column
-        return boxes_BG4.new_zeros(len(boxes), 1, 4), labels_BG.new_zeros(len(labels), 1)
-    return boxes_BG4, labels_BG
+    return pad(boxes, batch_first=True), pad(labels, batch_first=True)
 
 
 def _arrays_in(target: Mapping[str, Any]) -> list[str]:

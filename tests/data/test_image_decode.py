@@ -135,7 +135,8 @@ def test_arrays_and_tensors_are_the_same_image() -> None:
     alpha = np.concatenate([pixels, np.full_like(pixels[..., :1], 7)], axis=2)
     first = tensor.permute(2, 0, 1)
     floating = first.float() / 255, first.double().div(255).requires_grad_(), pixels / 255
-    for given_ in (pixels, alpha, pixels.astype(np.uint16) * 257, tensor, first, *floating):
+    deep = pixels.astype(np.uint16) * 257
+    for given_ in (pixels, alpha, deep, deep.astype(">u2"), tensor, first, *floating):
         assert np.array_equal(read_rgb(given_), pixels)
     rounded = read_rgb((tensor.float() / 255).bfloat16()).astype(int)  # 8 bits of precision
     assert np.abs(rounded - pixels).max() <= 1
@@ -166,6 +167,13 @@ def test_other_objects_are_a_usage_error(given_: object, subject: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (4, 3)).save(path)
+    with path.open("rb") as file:
+        for _ in range(2):  # from its beginning
+            assert read_rgb(file).shape == (3, 4, 3)
+    with Image.open(path) as image:
+        pass
+    with pytest.raises(UsageError, match=r"a\.png.*closed"):
+        read_rgb(image)
     with path.open() as text, pytest.raises(UsageError, match="bytes"):
         read_rgb(text)
     with pytest.raises(DataError, match=r"a\.png.*closed"):

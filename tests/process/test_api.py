@@ -57,6 +57,9 @@ def test_train_and_evaluate(
     caplog.set_level(logging.INFO, "ssdctl")
     handlers = signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers
     config = ssdctl.configure(**OFTEN)
+    for wrong in ({"train": 3}, {"trains": {}}):
+        with pytest.raises(UsageError, match=f"configure: {next(iter(wrong))} is not a table"):
+            ssdctl.configure(**wrong)
     run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, config=config, **TINY)
     assert (signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers) == handlers
     (step,) = (record for record in run.metrics if record["kind"] == "train")

@@ -294,7 +294,7 @@ def check_reading(export: Export, path: Path, model: ssdctl.SSD300, image: np.nd
     thresholds: dict[str, Any] = {} if has_nms else {"nms_iou": export.nms_iou}
     score = max(export.score, 0.3)
     results = [
-        ssdctl.load(file, device="cpu", score=score, **how)(image)
+        copy.deepcopy(ssdctl.load(file, device="cpu", score=score, **how))(image)
         for file, how in ((path, thresholds), ("net.pt", {"nms_iou": export.nms_iou}))
     ]
     first, second = (Counter(result.names) for result in results)
