@@ -19,6 +19,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -161,6 +162,7 @@ def _runner(
         console = Console(**switches)
         with console.show_log():
             try:
+                _require_working_folder()
                 function(_call(console, selected, typed, values, is_isolated), **values)
             except (Exception, KeyboardInterrupt) as error:
                 exit_after(error, console)
@@ -168,6 +170,13 @@ def _runner(
     run.__name__ = function.__name__
     _set_signature(run, [])
     return run
+
+
+def _require_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder was deleted", hint="cd to another one") from None
 
 
 def _add_options(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,9 +26,10 @@ from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import app, click_root, command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
-from ssdctl.errors import ExitCode
+from ssdctl.errors import ExitCode, UsageError
 from ssdctl.runtime.plugins import plugin_error
 
+AFTER_EQUALS = re.compile(r"(--[\w-]+=)(~/.*)")  # which bash does not expand there
 # In the order of `ssdctl --help`.
 COMMANDS = (
     *("demo", "download", "prepare", "dataset", "fetch-weights", "train", "launch"),
@@ -45,7 +48,6 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     if not is_requested or ctx.resilient_parsing:
         return
     import platform
-    from pathlib import Path
 
     from ssdctl._version import __version__
     from ssdctl.runs.folder import git_commit
@@ -80,6 +82,10 @@ def _root(
     pass
 
 
+def _expanded(match: re.Match[str]) -> str:
+    return f"{match[1]}{Path(match[2]).expanduser()}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of the documented codes.
 
@@ -93,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments = [*arguments[1:], "--help"]
         elif arguments == ["version"]:
             arguments = ["--version"]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments[:end] = [AFTER_EQUALS.sub(_expanded, argument) for argument in arguments[:end]]
     try:
         if arguments and is_local_rank(arguments[0]):
             check_local_rank()
@@ -110,4 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)  # the help of a group
             raise SystemExit(ExitCode.USAGE) from None
+        if isinstance(error, UnicodeDecodeError) and "--install-completion" in arguments:
+            hint = "`ssdctl --show-completion` prints the script to add to it"
+            error = UsageError("your shell's startup file is not UTF-8 text", hint=hint)
         exit_after(error, Console(), STDOUT)  # --help and --version are written by typer

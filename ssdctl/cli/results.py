@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ssdctl.evaluation.evaluate import DetectedSplit
     from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
 
+MIN_WIDTH = 8  # of a name in a narrow terminal
 SIZES = ("APs", "APm", "APl")
 INTERVALS = "In brackets: 95% intervals, from 1,000 draws of the images."
 RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
@@ -124,7 +125,7 @@ def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
     for column in runs.columns:
         if column.header in ("run", "data"):
-            column.overflow = "fold"
+            column.overflow, column.min_width = "fold", MIN_WIDTH
         else:
             column.no_wrap = True
     states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]

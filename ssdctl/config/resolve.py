@@ -123,11 +123,16 @@ def read_toml(path: Path) -> list[Override]:
     lines, names, overrides = _lines_of_keys(text), dict[str, str](), []
     for key, value in _flatten(tables):
         source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
-        first = names.setdefault(setting_path(key) or key, key)
-        if first != key:
-            raise UsageError(f"{source}: {key} is the same setting as {first}", hint="delete one")
+        _refuse_twice(key, key, names, f"{source}: ")
         overrides.append(Override(key, value, source))
     return overrides
+
+
+def _refuse_twice(path: str, name: str, names: dict[str, str], where: str = "") -> None:
+    """Add the name that a source has for a setting; raise UsageError if it has another one."""
+    first = names.setdefault(setting_path(path) or path, name)
+    if first != name:
+        raise UsageError(f"{where}{name} is the same setting as {first}", hint="delete one")
 
 
 def _flatten(tables: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -152,7 +157,7 @@ def _lines_of_keys(text: str) -> dict[str, int]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
-    overrides = []
+    overrides, names = [], dict[str, str]()
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
             try:
@@ -160,6 +165,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
             except UnicodeEncodeError:  # Python's stand-ins for other bytes
                 raise UsageError(f"{variable}: {text!r} is not UTF-8 text") from None
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
+            _refuse_twice(path, variable, names)
             overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides
 
@@ -204,6 +210,8 @@ def _checked(override: Override) -> Override:
         value = None
     if isinstance(value, str):
         value = value.removesuffix("\n")  # of YAML's block text
+        if value.startswith("~/"):  # only a shell expands it, and not after `--out=`
+            value = os.path.expanduser(value)  # noqa: PTH111 - the rest stays as it is
         if setting.is_list:
             value = _as_list(value)
         elif value[:1] == value[-1:] == '"' and target is not bool:

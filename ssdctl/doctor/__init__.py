@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ssdctl.config import Config
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+FACT = "ssdctl: "  # begins a probe's line of JSON; plugins print, too
 ABSENT = "absent"  # optional, and not wanted by the config
 DRIVER_S = 20.0  # for a driver's own tool
 IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file system
@@ -67,8 +68,8 @@ class ProgramOutput(NamedTuple):
         facts: dict[str, Any] = {}
         for line in self.out.splitlines():
             with contextlib.suppress(ValueError):
-                if line.startswith("{"):
-                    facts |= json.loads(line)
+                if line.startswith(FACT):
+                    facts |= json.loads(line.removeprefix(FACT))
         return facts
 
 
@@ -166,5 +167,5 @@ def _failure(code: int, stderr: str, out: str) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in [*out.splitlines(), *stderr.splitlines()]]
-    texts = [line for line in lines if line and not line.startswith("{")]  # those are facts
+    texts = [line for line in lines if line and not line.startswith(FACT)]
     return texts[-1] if texts else f"exit code {code}"

@@ -42,12 +42,13 @@ def check_data(doctor: Doctor) -> Iterator[Check]:
     root, folder = dataset_folders(config.data)
     made = read_made(folder)
     metadata = [m for s in (made.splits if made else ()) if (m := read_metadata(folder, s))]
-    dataset = _dataset(root, made, metadata)
+    changed = changes(root, folder, made) if made else []
+    dataset = _dataset(root, made, metadata, is_changed=bool(changed))
     if config.data.root is None and not root.exists():
         remedy = "give --data DIR; `ssdctl download` fetches COCO"
         dataset = Check("dataset", ABSENT, f"none given, and no {root}", remedy)
     yield dataset
-    store = _store(root, folder, made, metadata) if dataset.state == OK else None
+    store = _store(root, folder, made, metadata, changed) if dataset.state == OK else None
     if store is not None:
         yield store
     yield _space(root, folder, store)
@@ -62,21 +63,27 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _dataset(root: Path, made: Made | None, metadata: list[Metadata]) -> Check:
-    if made is None or not root.exists():
+def _dataset(root: Path, made: Made | None, metadata: list[Metadata], *, is_changed: bool) -> Check:
+    if made is None or is_changed or not root.exists():
         try:
-            return result("dataset", f"{root}: {find(root)[0]}")
+            detail = f"{root}: {find(root)[0]}"
         except SsdctlError as error:
             is_broken = (root / TOML).is_file()  # else there is no dataset yet
             return result("dataset", str(error), error.hint or "", is_wanted=is_broken)
-    images = [image_folder(root, m) for m in metadata]
-    detail = f"{root}: {' and '.join(made.splits)}"
-    if missing := [str(path) for path in images if not path.is_dir()]:
-        detail += f"; no image folder {', '.join(missing)}: only a packed store works"
-    return result("dataset", detail)
+        if made is None:
+            return result("dataset", detail)
+    detail = f"{root}: {' and '.join(made.splits) if made else ''}"
+    missing = [m for m in metadata if not image_folder(root, m).is_dir()]
+    if missing:
+        folders = ", ".join(str(image_folder(root, m)) for m in missing)
+        detail += f"; no image folder {folders}: only a packed store works"
+    is_lost = not all(m.packed for m in missing)
+    return result("dataset", detail, "put it back" if is_lost else None, is_wanted=is_lost)
 
 
-def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]) -> Check:
+def _store(
+    root: Path, folder: Path, made: Made | None, metadata: list[Metadata], changed: list[str]
+) -> Check:
     again = prepare_command(root, folder)
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
@@ -84,7 +91,7 @@ def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]
         return result("store", f"{folder}: {state}", again)
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
         return result("store", f"{folder}: incomplete (a shard is missing)", again)
-    if changed := changes(root, folder, made):
+    if changed:
         return result("store", f"{folder}: stale ({'; '.join(changed)})", again)
     packed = ", packed" if any(m.packed for m in metadata) else ""
     return result("store", f"{folder}: prepared{packed}")
@@ -92,9 +99,10 @@ def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]
 
 def _space(root: Path, folder: Path, store: Check | None) -> Check:
     """Check the free space; `store` is the result for the store, None without a dataset."""
-    free = free_bytes(root.absolute())
-    detail = f"{free / 1e9:,.0f} GB free at {root}"
     where = nearest_folder(folder)
+    written = root if store is None else where  # to download to, or to pack in
+    free = free_bytes(written.absolute())
+    detail = f"{free / 1e9:,.0f} GB free at {written}"
     is_prepared = store is not None and store.state == OK
     if not is_prepared and not os.access(where, os.W_OK):
         return result("disk", f"{detail}; {where} is read-only", "give --store DIR elsewhere")

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -18,7 +19,7 @@ from ssdctl._version import __version__
 from ssdctl.doctor import DRIVER_S, IMPORT_S, Check, Doctor, absent, result
 from ssdctl.runtime import hardware, plugins, system
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.system import read_table, read_text
+from ssdctl.runtime.system import read_table, read_text, run_in_daemon_thread
 
 OWN_LINE = ("torch", "torchvision")  # the others share one line
 LITTLE_MEMORY = 4 * 2**30
@@ -89,15 +90,20 @@ def _requirement(requirement: Requirement) -> Check:
 
 def check_plugins(doctor: Doctor) -> Iterator[Check]:
     """Load the plugins of other packages: a broken one is a problem only when it is used."""
-    if not any(map(plugins.plugins, plugins.KINDS)):
-        return
-    answer = doctor.run_probe("plugins", timeout_s=IMPORT_S)
-    if not (facts := answer.facts()):
-        yield result("plugins", f"cannot be loaded: {answer.problem}", "uninstall them one by one")
-    for name, problem in facts.items():
-        option, detail = name.split(" (")
+    found = [plugin for kind in plugins.KINDS for plugin in plugins.plugins(kind)]
+    answers = [
+        run_in_daemon_thread(
+            partial(doctor.run_probe, "plugin", p.kind.group, p.name, timeout_s=IMPORT_S)
+        )
+        for p in found
+    ]
+    for plugin, answer in zip(found, answers, strict=True):
+        output = answer.result()
+        ended = output.problem or "it ends the process"
+        problem = output.facts().get("problem", ended).removeprefix(f"{plugin}: ")
         remedy = "update or uninstall its package" if problem else None
-        yield result(option, f"{detail.rstrip(')')}{': ' * bool(problem)}{problem}", remedy)
+        option, detail = str(plugin).removesuffix(")").split(" (")
+        yield result(option, f"{detail}{': ' * bool(problem)}{problem}", remedy)
 
 
 def check_machine(_: Doctor) -> Iterator[Check]:

@@ -12,6 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.doctor import FACT
 from ssdctl.errors import SsdctlError
 from ssdctl.files import msgspec_type
 
@@ -26,7 +27,7 @@ STEP_CLASSES = 21  # with background
 
 
 def report(**facts: object) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.write(f"{FACT}{json.dumps(facts)}\n")
     sys.stdout.flush()
 
 
@@ -80,8 +81,8 @@ def _has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
     return not built_for
 
 
-def probe_plugins() -> None:
-    """Load each installed plugin; report its package, and its problem or an empty text."""
+def probe_plugin(group: str, name: str) -> None:
+    """Load an installed plugin; report its problem, or an empty text."""
     from ssdctl.config.fields import device_type
     from ssdctl.data import formats
     from ssdctl.input import augmentations
@@ -98,15 +99,13 @@ def probe_plugins() -> None:
         plugins.TRACKERS: find_tracker,
         plugins.DEVICES: device_type,
     }
-    for kind in plugins.KINDS:
-        for plugin in plugins.plugins(kind):
-            report(**{str(plugin): "it ends the process"})
-            try:
-                load[kind](plugin.name)
-                problem = ""
-            except SsdctlError as error:
-                problem = error.message.removeprefix(f"{plugin}: ")
-            report(**{str(plugin): problem})
+    (function,) = (function for kind, function in load.items() if kind.group == group)
+    try:
+        function(name)
+    except SsdctlError as error:
+        report(problem=error.message)
+    else:
+        report(problem="")
 
 
 def probe_ranks() -> None:

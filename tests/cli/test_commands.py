@@ -1,6 +1,7 @@
 """Commands as users type them: typical mistakes get a hint that works, results a next command."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -81,6 +82,24 @@ MISTAKES = [
     ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
     ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),
 ]
+
+
+def test_tildes_after_an_equals_sign(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the shell expands them elsewhere."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/c.toml").write_text('[data]\nroot = "~/photos"')
+    for given in (["--data=~/photos"], ["--data", "~/photos"], ["--config=~/c.toml"]):
+        result = cli("train", *given, "--dry-run")
+        assert (result.code, f"{tmp_path}/home/photos" in result.err) == (3, True)
+
+
+def test_a_working_folder_that_was_deleted(cli: Cli) -> None:
+    os.rmdir(os.getcwd())  # noqa: PTH106, PTH109
+    result = cli("doctor")
+    assert (result.code, "the working folder was deleted" in result.err) == (2, True)
 
 
 @pytest.mark.usefixtures("dataset")

@@ -118,6 +118,13 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(
     assert nearest in (caught.value.hint or "")
 
 
+def test_two_variables_of_a_setting_are_refused() -> None:
+    first = {"SSDCTL_TRAIN__LR": "1"}
+    for other in ("SSDCTL_TRAIN__LEARNING_RATE", "SSDCTL_train__lr"):
+        with pytest.raises(UsageError, match=f"{other} is the same setting as SSDCTL_TRAIN__LR"):
+            resolved(**first, **{other: "2"})
+
+
 def test_a_conflict_names_its_setting_once() -> None:
     text = "[train]\ndecay_epochs = [50, 40]\n"
     (assignment,) = parse_assignments(["train.decay_epochs=50,40"])

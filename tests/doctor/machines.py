@@ -2,6 +2,7 @@
 probe where torch itself is not the point; and the doctor run on it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import run_cli
 
+from ssdctl.doctor import FACT
 from ssdctl.runtime import hardware
 
 STANDIN = Path(__file__).parent.parent / "standin"
@@ -85,6 +87,7 @@ class Machine:
 
     def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:
         """Replace a probe: it prints the text and runs the code `end`."""
+        text = re.sub("^(?={)", FACT, text, flags=re.MULTILINE)
         self.probes[name] = f"print({text!r}, flush=True)\n    {end}\n"
         code = "import os, sys\n"
         for name, answer in self.probes.items():

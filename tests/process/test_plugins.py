@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from pages import ROOT, blocks, words_of
 from PIL import Image
 
-from ssdctl.doctor import probes
+from ssdctl.doctor import ProgramOutput, probes
 from ssdctl.files import parse_toml
 from ssdctl.input import augmentations
 from ssdctl.model.backbones import find_backbone
@@ -122,9 +122,11 @@ def test_help_and_completion_import_no_plugin(site: Path, cli: Cli) -> None:
 
 def broken_plugins() -> dict[str, str]:
     """Return the problems of broken plugins, as the doctor's probe finds them."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        probes.probe_plugins()
-    facts = dict(pair for line in out.getvalue().splitlines() for pair in json.loads(line).items())
+    facts = {}
+    for plugin in (plugin for kind in plugins.KINDS for plugin in plugins.plugins(kind)):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            probes.probe_plugin(plugin.kind.group, plugin.name)
+        facts[str(plugin)] = ProgramOutput(out.getvalue()).facts()["problem"]
     assert len(facts) == len(plugins.KINDS)
     return {name: problem for name, problem in facts.items() if problem}
 

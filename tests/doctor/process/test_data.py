@@ -36,8 +36,16 @@ def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> N
     expect(states()["store"], "warn", "shard")
     machine.put(dataset / "prepared" / "index-train.arrow", "no arrow")
     expect(states()["store"], "warn", "unreadable")
+    assert cli("prepare", "--data", dataset, "--force").code == 0
+    (dataset / "train2017").rename(dataset / "elsewhere")
+    expect(states()["dataset"], "ok", "only a packed store works")
+    (dataset / "elsewhere").rename(dataset / "train2017")
+    assert cli("prepare", "--data", dataset, "--no-pack").code == 0
+    (dataset / "train2017").rename(dataset / "elsewhere")
+    expect(states(code=2)["dataset"], "fail", "only a packed store works")
     machine.put(dataset / "dataset.toml", "[train]\nimages = 3")
-    expect(states(code=2)["dataset"], "fail")
+    expect(states(code=2)["dataset"], "fail", "dataset.toml")
+    expect(machine.doctor("--data", "absent", "--store", "/dev/shm/s")["disk"], "ok", "absent")
 
 
 def test_read_only_folder(machine: Machine, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
