@@ -53,7 +53,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, open_splits
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.errors import DataError, SsdctlError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.runtime.progress import without_progress
@@ -441,12 +441,38 @@ def check_world(world: World, folder: Path) -> None:
     if world.layout.startswith("yolo"):
         says_empty = "no empty files" not in world.flags
     check_export(tree.data, store, target, truth, layout, says_empty=says_empty)
+    if world.layout not in TOOLS:
+        check_other_places(world, tree, store)
     check_options(world, tree, folder / "cache")
     if world.layout not in TOOLS:
         for file in filter(Path.is_file, tree.root.rglob("*.*")):
             file.unlink()
         check_edit(world, write(world, tree.root), store)
         check_lost_file(world, tree, folder / "again")
+
+
+def check_other_places(world: World, tree: Tree, store: Path) -> None:
+    """A copy of the dataset may use its store, also if it is moved and edited; others may not."""
+    copied, moved = (tree.root.with_name(name) for name in ("copied", "moved"))
+    data = tree.data.relative_to(tree.root)
+    note(f"or of a copy, then moved and edited, with its store, and another one with it: {data}")
+    shutil.copytree(tree.root, copied, copy_function=shutil.copy)
+    open_dataset(copied / data, store)
+    shutil.copytree(store, tree.root.with_name("of copied"))
+    tree.root.rename(moved)
+    for file in tree.files:
+        if file.suffix in (".txt", ".xml"):
+            with (moved / file.relative_to(tree.root)).open("a") as label_file:
+                label_file.write("\n")
+    with contextlib.suppress(DataError):  # of packed images
+        open_dataset(moved / data, tree.root.with_name("of copied"))
+    moved.rename(tree.root)
+    first = next(p for p in world.pictures if p.things and not p.is_missing)
+    alone = (first._replace(split="train", folder="", stem="other"),)
+    plain = world._replace(layout="yolo: folders", flags=frozenset(), pictures=alone, decoys=())
+    other = write(plain, tree.root.with_name("other"))
+    with pytest.raises(UsageError, match="is the store of"):
+        open_dataset(other.data, store)
 
 
 def check_lost_file(world: World, tree: Tree, store: Path) -> None:
