@@ -27,7 +27,7 @@ from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiling_of
-from ssdctl.distributed import Ranks, own_names
+from ssdctl.distributed import Ranks
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import (
     BatchEngine,
@@ -84,7 +84,6 @@ def configure_launch(
         environment=dict(os.environ),
         variables=variables,
         hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
-        own_names=own_names(),
         run_folder=None if rest else str(run_dir(call.config)),
         resume=None if rest else call.config.train.resume,
         is_dry_run=is_dry_run,

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ssdctl.errors import UsageError
@@ -101,10 +101,24 @@ def own_addresses() -> dict[str, str]:
     return addresses
 
 
-def own_names() -> tuple[str, ...]:
-    """Return the names of this machine, starting with the one that other machines use."""
-    name = socket.gethostname()
-    return (name, name.partition(".")[0], "localhost", *own_addresses().values())
+def find_own(hosts: Sequence[str]) -> int | None:
+    """Return the index of this machine in a list of hosts: by its name, else by its addresses."""
+    own = socket.gethostname()
+    for index, host in enumerate(hosts):
+        if host in (own, own.partition(".")[0]):
+            return index
+    for index, host in enumerate(hosts):
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM) if host else []
+        except (OSError, ValueError) as error:  # ValueError: longer than a name can be
+            if getattr(error, "errno", None) == socket.EAI_AGAIN:
+                return None  # no name server answers, which takes seconds per name
+            continue
+        for family, kind, *_, address in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)  # only addresses of this machine can be bound
+                return index
+    return None
 
 
 def free_port() -> int:

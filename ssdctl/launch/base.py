@@ -60,7 +60,6 @@ class LaunchRequest:
     environment: Mapping[str, str] = field(default_factory=dict)  # the caller's
     variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
     hosts: tuple[str, ...] = ()  # in the order of the host file
-    own_names: tuple[str, ...] = ()  # this machine's; what other machines use comes first
     run_folder: str | None = None  # a training writes it
     resume: str | None = None  # `--resume` of a training
     is_dry_run: bool = False  # only shown: what is missing is a warning, not an error

@@ -68,6 +68,7 @@ MISTAKES = [
     ("launch --hpus 8 --hostfile absent --dry-run", 2, "absent"),
     ("launch --cpus 4 --device cpu --devices 2 --dry-run", 2, "exactly one"),
     ("launch --cpus 2 8 --dry-run", 2, "'8'"),
+    ("launch --cpus 2 --export-env HOME --dry-run", 2, "--export-env is for mpirun"),
     # What the ranks would refuse.
     ("launch --hpus 8 --fp16 --dry-run", 2, "fp16"),
     ("launch --tpus 4 --execution lazy --dry-run", 2, "--execution compile or eager"),

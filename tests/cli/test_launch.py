@@ -42,6 +42,8 @@ def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
     assert "--hostfile" in result.err
     assert launch("--hpus", "16", "--nodes", "2", "--write", "job.sh").code == 2
     assert launch("--hpus", "16", "--nodes", "2").code == 2
+    Path("hosts").write_text("a slots=8\nb slots=8\n")
+    launch("--hpus", "16", "--hostfile", "hosts", "--dry-run").expect(2, "give --nodes")
     assert not Path("job.sh").exists()
 
 

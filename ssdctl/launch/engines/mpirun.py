@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.distributed import free_port
+from ssdctl.distributed import find_own, free_port
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.base import (
@@ -63,17 +64,21 @@ class Mpirun(Engine):
     name = "mpirun"
     open_mpi: int | None = None  # major version, if it is known
     port: int = 29500  # a free one, where the ranks meet
+    own_index: int | None = None  # of this machine in the host file
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Mpirun:
-        """Read the version of Open MPI, and find a free port."""
-        command = ["mpirun", "--version"]
+        """Read the version of Open MPI, find a free port, and this machine in the host file."""
+        if len(request.hosts) > 1 and not config.is_chosen("launch.nodes"):
+            text = f"{request.config.hostfile} lists {len(request.hosts)} hosts: give --nodes"
+            raise UsageError(text)
+        command, own_index = ["mpirun", "--version"], find_own(request.hosts)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.SubprocessError):
-            return cls(port=free_port())
+            return cls(port=free_port(), own_index=own_index)
         match = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
-        return cls(int(match[1]) if match else None, free_port())
+        return cls(int(match[1]) if match else None, free_port(), own_index)
 
     def require(self) -> None:
         require_program(
@@ -144,7 +149,7 @@ class Mpirun(Engine):
                 f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI "
                 "4 starts rank 0 on the launching host, version 5 on the first one"
             )
-        is_listed = not request.hosts or set(request.hosts) & set(request.own_names)
+        is_listed = not request.hosts or self.own_index is not None
         is_other_machine = request.is_planned or version is None or not is_listed
         if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
             yield (
@@ -157,12 +162,9 @@ class Mpirun(Engine):
 
         Open MPI 4 starts rank 0 on the launching host if it is listed, version 5 on the first host.
         """
-        listed = request.hosts[:1] if self.open_mpi != 4 else request.hosts
-        own = next((host for host in listed if host in request.own_names), None)
-        if own is None:
-            return request.hosts[0]
-        is_loopback = own == "localhost" or own.startswith("127.")
-        return request.own_names[0] if is_loopback and len(request.hosts) > 1 else own
+        host = request.hosts[(self.own_index or 0) if self.open_mpi == 4 else 0]
+        is_loopback = host == "localhost" or host.startswith("127.")
+        return socket.gethostname() if is_loopback and len(request.hosts) > 1 else host
 
     def _placement(self, request: LaunchRequest, node: Node) -> list[str]:
         """Return the options that give each rank PE adjacent cores of its node, rank by rank.
@@ -213,10 +215,9 @@ def _refuse_unsupported(request: LaunchRequest) -> None:
 
 def _exports(request: LaunchRequest) -> list[str]:
     """Return the options that pass variables to other nodes; mpirun reads their values."""
-    chosen = request.config.export_env
     present = {**request.environment, **request.variables}
-    names = sorted(n for n in present if EXPORTED.fullmatch(n) or n in chosen)
-    return [word for name in names for word in ("-x", name)]
+    names = {*filter(EXPORTED.fullmatch, present), *request.config.export_env}
+    return [word for name in sorted(names) for word in ("-x", name)]
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:

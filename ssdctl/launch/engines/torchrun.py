@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from ssdctl.distributed import address_for_peers
+from ssdctl.distributed import address_for_peers, find_own
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import PLACEHOLDER, Engine, Job, LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS
@@ -45,14 +45,20 @@ class Torchrun(Engine):
     # This machine's address on the route to the rendezvous host; None if all ranks are on one
     # machine, or the job is for other machines.
     local_address: str | None = None
+    own_index: int | None = None  # of this host in a slice of TPU hosts; None: TorchTPU numbers it
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Torchrun:
         """Read PyTorch's version, and the address at which other nodes reach this one."""
+        inherited = "leave it out: ranks inherit the environment of the launch on their node"
+        config.require_not_given(["launch.export_env"], "is for mpirun", inherited)
         (host, _), address = _endpoint(request), None
         if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_written:
             address = address_for_peers(host.strip("[]"))
-        return cls(torch_release(), address)
+        workers = request.environment.get(TPU_WORKERS, "").split(",")
+        is_slice = request.device == "tpu" and request.config.nodes > 1
+        own_index = find_own(request.hosts or workers) if is_slice else None
+        return cls(torch_release(), address, own_index)
 
     def require(self) -> None:
         spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
@@ -103,9 +109,8 @@ class Torchrun(Engine):
         host, port = _endpoint(request)
         missing = None if host != PLACEHOLDER else MISSING_HOST
         options = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
-        node_rank = request.environment.get(POD_NUMBER)
-        if not node_rank and request.device == "tpu":
-            node_rank = tpu_node_rank(request)
+        own = self.own_index
+        node_rank = request.environment.get(POD_NUMBER) or (None if own is None else str(own))
         if node_rank or request.device == "tpu":
             # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
             # start at different times: images are pulled, ssdctl is installed.
@@ -238,9 +243,3 @@ def tpu_variables(request: LaunchRequest, node: Node) -> dict[str, str]:
         "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[count],
         "TPU_PROCESS_BOUNDS": "1,1,1",
     }
-
-
-def tpu_node_rank(request: LaunchRequest) -> str | None:
-    """Return the number of this host in the list of the slice's hosts; None if it is not listed."""
-    hosts = request.hosts or tuple(request.environment.get(TPU_WORKERS, "").split(","))
-    return next((str(n) for n, host in enumerate(hosts) if host in request.own_names), None)
