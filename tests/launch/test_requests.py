@@ -22,7 +22,7 @@ from conftest import Result, budgets, check_all, run_cli
 from hypothesis import note
 from hypothesis import strategies as st
 from launch.open_mpi import MPIRUNS, environment_for
-from launch.process.test_slurm import slurm_daemons  # noqa: F401 - a fixture
+from launch.process.test_slurm import COMMENT, slurm_daemons  # noqa: F401 - a fixture
 from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
@@ -34,15 +34,15 @@ HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "
            "null", "~", "\x07", "%s", "!", ":"]  # fmt: skip
 TEXT = st.sampled_from(HOSTILE) | st.text("ab$'\"\\ \n;&|`(){}é=-:#", min_size=1, max_size=8)
 DEVICES = {"hpus": "hpu", "gpus": "cuda", "cpus": "cpu", "tpus": "tpu"}
-# Settings of batch jobs that have a form: valid values, and ones that must be refused.
+# Settings of batch jobs: valid values, and ones that must be refused.
 FORMED = {
-    "slurm.job_name": (["a-b"], ["a b", "$(x)", "-x"]),
-    "slurm.partition": (["main"], ["a;b", "a\n#SBATCH --uid=0", "-x"]),
-    "slurm.time": (["60", "1-00:00:00", "2:00:00"], ["1h", "1;x"]),
-    "slurm.memory": (["400G"], ["4 G", "$(x)"]),
-    "slurm.gres": (["none", "gpu:a"], ["gpu 1", "`x`"]),
-    "slurm.options": (["--exclusive"], ["-x", "--a b", "--a=$(x)"]),
-    "slurm.srun_options": (["--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
+    "slurm.job_name": (["a-b", "-x 'a $(touch x)"], ["a\x07"]),
+    "slurm.partition": (["main"], ["a\n#SBATCH --uid=0"]),
+    "slurm.time": (["60", "1-00:00:00", "2:00:00"], ["1\r2"]),
+    "slurm.memory": (["400G"], []),
+    "slurm.gres": (["none", "gpu:a"], []),
+    "slurm.options": (["--exclusive", "--output=/tmp/%j.out", COMMENT], ["--a=b\nc"]),
+    "slurm.srun_options": (["--export-file=$(touch x) 'a"], ["--a=\n"]),
     "kubernetes.labels": (["a.io/b=c"], ["a b"]),
     "kubernetes.node_selector": (["a=b"], ["=b"]),
     "kubernetes.resources": (["cpu=2", "memory=4Gi"], ["cpu"]),
@@ -93,11 +93,11 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     keys = [key for key in FORMED if key.startswith(launcher)]
     for key in draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)) if keys else ():
         good, bad = FORMED[key]
-        is_bad = draw(st.integers(0, 5)) == 0
+        is_bad = bool(bad) and draw(st.integers(0, 5)) == 0
         value = draw(st.sampled_from(bad if is_bad else good))
         text = json.dumps([value], ensure_ascii=False) if all_settings()[key].is_list else value
         words.append(f"--set={key}={text}")
-        wrong += [key] * is_bad
+        wrong += ["control character" if launcher == "slurm" else key] * is_bad
     if launcher == "kubernetes":
         words += ["--set=kubernetes.image=a:1", "--set=kubernetes.volumes=claim:/runs"]
         install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
@@ -301,14 +301,17 @@ def directives(script: str) -> dict[str, str]:
     """Return the options in the lines that sbatch reads, which end at the first command."""
     head = script.partition("\nset -u\n")[0].splitlines()[1:]
     assert all(line.startswith("#") for line in head), head
-    pairs = [line.removeprefix("#SBATCH --").partition("=") for line in head if "#SBATCH" in line]
-    return {name: value for name, _, value in pairs}
+    (*_, options) = zip(*(shlex.split(line) for line in head if "#SBATCH" in line), strict=True)
+    pairs = [option.replace(r"\\", "\\").partition("=") for option in options]
+    return {name.removeprefix("--"): value for name, _, value in pairs}
 
 
 def check_slurm(plan: Any, launch: Launch) -> None:
     options = directives(plan["script"])
     ranks, cores = launch.ranks_per_node, launch.cores or len(os.sched_getaffinity(0))
     assert int(options["ntasks"]) == launch.count
+    is_given = any(json.dumps([COMMENT]) in word for word in launch.words)
+    assert options.get("comment") == (COMMENT.partition("=")[2] if is_given else None)
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == launch.count
     assert int(options["cpus-per-task"]) in range(1, max(1, cores // ranks) + 1)
     if (gres := options.get("gres")) is not None:

@@ -1,5 +1,6 @@
 """Slurm: the script as text; process/test_slurm.py runs it."""
 
+import shlex
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def directives(plan: Job) -> list[str]:
     """The options as sbatch reads them: up to the first line that is not a comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
-    return [line.removeprefix("#SBATCH ") for line in head.splitlines() if "#SBATCH" in line]
+    return [shlex.split(line)[1] for line in head.splitlines() if "#SBATCH" in line]
 
 
 def test_options_for_slurm() -> None:
@@ -33,7 +34,7 @@ def test_options_for_slurm() -> None:
     )
     assert "--gres=gpu:4" in directives(plan_for("cuda", 4))
     assert not any("gres" in d for d in directives(plan_for("cuda", 4, slurm={"gres": "none"})))
-    options = ("--exclude=gpu[01-03,7]", "--output=logs/%j.out")
+    options = ("--exclude=gpu[01-03,7]", "--output=/logs/%j.out", "--comment=my run")
     found = directives(
         plan_for("cuda", 4, slurm={"constraint": "[rack1|rack2]", "options": options})
     )

@@ -73,9 +73,10 @@ def client_calls(folder: Path) -> list[list[str]]:
 
 def test_submit_passes_a_script_and_returns_the_id(set_answers: SetAnswers, tmp_path: Path) -> None:
     set_answers([(0, "4711;north\n", ""), (1, "", "sbatch: error: invalid account\n")])
-    assert Slurm().submit(SLURM) == "4711"
+    assert Slurm().submit(SLURM) == "4711;north"
     assert (tmp_path / "given").read_text() == SLURM.text
     assert Slurm().cancel("4711", SLURM) == "scancel 4711"
+    assert Slurm().cancel("4711;north", SLURM) == "scancel -M north 4711"
     assert Kubernetes().cancel("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
     with pytest.raises(UsageError, match="sbatch: error: invalid account"):
         Slurm().submit(SLURM)
@@ -136,8 +137,8 @@ def test_a_controller_may_be_unavailable_for_a_while(
 ) -> None:
     away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
     set_answers([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
-    assert follow("1", SLURM) == (0, [])
-    assert len(client_calls(tmp_path)) == 3
+    assert follow("1;north", SLURM) == (0, [])
+    assert client_calls(tmp_path) == [["show", "job", "--oneliner", "-M", "north", "1"]] * 3
     monkeypatch.setattr(base, "UNREACHABLE_S", 0.05)
     set_answers([away])
     with pytest.raises(DistributedError, match=r"scontrol.*slurm controller"):

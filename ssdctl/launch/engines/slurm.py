@@ -1,8 +1,8 @@
 """Slurm: a batch script for sbatch, whose srun starts one task per device.
 
 Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
-job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell parses: so the
-form of each is checked. Arguments of the user are quoted in the script's body.
+job again, and the next run resumes. Options and arguments of the user are quoted: sbatch reads the
+quotes of `#SBATCH` lines, and bash those of the script's body.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ssdctl.launch.base import (
     LaunchRequest,
     Node,
     Write,
+    check_text,
     query,
     require_program,
     submit_text,
@@ -39,14 +40,7 @@ if TYPE_CHECKING:
     from ssdctl.config import Config
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
-WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/%\[\]-]*"
-FORMS = {
-    "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
-    "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE",
-    "memory": r"\d+[KMGT]?",
-    "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
-    "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
-}
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # a line end would begin another option
 # Options of the user that control hardware threads; Slurm refuses --hint together with them.
 THREAD_OPTIONS = {"--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind"}
 ENDED = re.compile(
@@ -72,6 +66,7 @@ command=({command})
 {resume_after_requeue}restarts={restarts}
 exits=$PWD/.ssdctl-$SLURM_JOB_ID  # where each task leaves its exit code
 export {variable}=$exits
+trap 'rm -rf -- "$exits"' EXIT
 while :; do
   rm -rf -- "$exits" && mkdir -p -- "$exits"
   MASTER_PORT=$({python} -c "{free_port}")
@@ -79,7 +74,6 @@ while :; do
   srun {options}--export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
   {python} -m ssdctl.launch.processes "$exits" $? {count}
   code=$?
-  rm -rf -- "$exits"
   case $code in 1 | 8) ;; *) break ;; esac
   [ $restarts -gt 0 ] || break
   restarts=$((restarts - 1))
@@ -127,13 +121,17 @@ class Slurm(BatchEngine):
         if "OMP_NUM_THREADS" not in request.environment:
             environment["OMP_NUM_THREADS"] = str(cores)
         requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
-        srun_options = [
-            shlex.quote(_checked("srun_options", option)) for option in slurm.srun_options
-        ]
+        directives = self._directives(request, ranks, cores)
+        for option in (*directives, *slurm.srun_options):
+            check_text(option)
+            if CONTROL.search(option):
+                raise UsageError(
+                    f"slurm: {option!r} contains a control character", hint="delete it"
+                )
+        # Unlike a shell, sbatch reads a backslash in quotes as an escape.
+        quoted = [shlex.quote(option.replace("\\", r"\\")) for option in directives]
         text = SCRIPT.format(
-            directives="\n".join(
-                f"#SBATCH {option}" for option in self._directives(request, ranks, cores)
-            ),
+            directives="\n".join(f"#SBATCH {option}" for option in quoted),
             written=WRITTEN,
             unset=UNSET_OUTER_JOB,
             exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
@@ -144,7 +142,7 @@ class Slurm(BatchEngine):
             variable=EXITS_VARIABLE,
             python=shlex.quote(request.python),
             free_port=FREE_PORT,
-            options="".join(f"{option} " for option in srun_options),
+            options="".join(f"{shlex.quote(option)} " for option in slurm.srun_options),
             cores=cores,
             count=request.count,
             resume=f"  {RESUME}\n" if request.resumes_automatically else "",
@@ -159,7 +157,7 @@ class Slurm(BatchEngine):
         gres = default if slurm.gres is None else slurm.gres
         own = {option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)}
         options = [
-            f"--job-name={_checked('job_name', slurm.job_name)}",
+            f"--job-name={slurm.job_name}",
             f"--nodes={request.config.nodes}",
             f"--ntasks={request.count}",
             f"--ntasks-per-node={ranks}",
@@ -169,24 +167,24 @@ class Slurm(BatchEngine):
             # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
             options.append("--hint=nomultithread")
         if gres != "none":
-            options.append(f"--gres={_checked('gres', gres)}:{ranks}")
+            options.append(f"--gres={gres}:{ranks}")
         for name in ("memory", "partition", "account", "qos", "constraint", "time"):
             if (value := getattr(slurm, name)) is not None:
-                options.append(f"--{'mem' if name == 'memory' else name}={_checked(name, value)}")
+                options.append(f"--{'mem' if name == 'memory' else name}={value}")
         options += [f"--signal=USR1@{slurm.signal_before}", "--open-mode=append"]
         options.append("--requeue" if slurm.requeue else "--no-requeue")
-        return [*options, *(_checked("options", option) for option in slurm.options)]
+        return [*options, *slurm.options]
 
     def submit(self, job: Job) -> str:
-        return submit_text(job, "squeue --me").partition(";")[0]  # ID;CLUSTER
+        return submit_text(job, "squeue --me")  # ID, or ID;CLUSTER of several clusters
 
     def cancel(self, job_id: str, job: Job) -> str:
-        return f"scancel {job_id}"
+        return shlex.join(["scancel", *_named(job_id)])
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
         position, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
         while True:
-            line = query("scontrol", "show", "job", "--oneliner", job_id).strip()
+            line = query("scontrol", "show", "job", "--oneliner", *_named(job_id)).strip()
             # NAME=VALUE fields, separated by blanks; values may contain blanks.
             pairs = re.findall(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line)
             fields = {"StdOut": "", "JobState": "", "ExitCode": "", **dict(pairs)}
@@ -213,10 +211,12 @@ ENGINE = Slurm
 
 def _check_time(slurm: SlurmConfig) -> None:
     """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
-    if slurm.time in (None, "UNLIMITED", "INFINITE") or not slurm.requeue:
+    # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; sbatch checks others
+    limit_text = slurm.time or ""
+    is_number = re.fullmatch(r"(\d{1,9}-)?\d{1,9}(:\d\d?){0,2}", limit_text, re.ASCII)
+    if not is_number or not slurm.requeue:
         return
-    # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
-    days, dash, rest = _checked("time", slurm.time).rpartition("-")
+    days, dash, rest = limit_text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if not dash and len(parts) < 3:
         parts.insert(0, 0)  # no hours
@@ -231,11 +231,10 @@ def _check_time(slurm: SlurmConfig) -> None:
         )
 
 
-def _checked(name: str, value: str) -> str:
-    """Return a value of the table; UsageError unless it has the form of a #SBATCH line."""
-    if not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII | re.DOTALL):
-        raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
-    return value
+def _named(job_id: str) -> list[str]:
+    """Return the arguments that name a job to Slurm's clients."""
+    number, _, cluster = job_id.partition(";")
+    return [*(["-M", cluster] if cluster else []), number]
 
 
 def _read_new(path: Path, position: int) -> bytes:

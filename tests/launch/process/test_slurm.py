@@ -24,9 +24,11 @@ from conftest import TINY_RUN
 from helpers import records, wait_for
 from launch.plans import plan_for
 
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.distributed import free_port
 from ssdctl.launch.engines.slurm import Slurm
 
+COMMENT = "--comment=$(touch x) 'a\\b\" #c"  # sbatch reads quotes otherwise than a shell
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SLURM_CONF = """
 ClusterName=test
@@ -190,6 +192,19 @@ def test_a_dead_task_ends_the_job_and_is_named(
     assert "task 1: Killed" in "".join(output)
     assert len({path.read_text() for path in tmp_path.glob("node?")}) == nodes
     assert ("starting again" in "".join(output)) == (restarts == 1)
+
+
+@pytest.mark.usefixtures("slurm_daemons")
+def test_a_canceled_job_leaves_no_folder(tmp_path: Path) -> None:
+    settings = SlurmConfig(options=(COMMENT,))
+    plan = plan_for("cpu", 1, "evaluate", launcher="slurm", settings=settings)
+    sleeps = f"-c {shlex.quote('import time; time.sleep(60)')}"
+    plan = dataclasses.replace(plan, text=str(plan.text).replace("-m ssdctl evaluate", sleeps))
+    job = Slurm().submit(plan)
+    wait_for(lambda: list(tmp_path.glob(".ssdctl-*")))
+    assert COMMENT.partition("=")[2] in asked("scontrol", "show", "job", job)
+    asked("scancel", job)
+    wait_for(lambda: not list(tmp_path.glob(".ssdctl-*")))
 
 
 @pytest.mark.usefixtures("slurm_daemons")
