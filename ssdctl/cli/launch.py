@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,8 +145,10 @@ def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
         mode = path.stat().st_mode
         with files.disk_errors(path, "writing"):
             path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
-    command = engine.submit_command if isinstance(engine, BatchEngine) else None
-    call.console.info(f"wrote {write}{f'; submit it with {command} {write}' if command else ''}")
+    submit = ""
+    if isinstance(engine, BatchEngine):
+        submit = f"; submit it with {engine.submit_command} {shlex.quote(write)}"
+    call.console.info(f"wrote {write}{submit}")
     call.console.result({**_as_json(job), "written": write}, None if job.text else job.to_line())
 
 

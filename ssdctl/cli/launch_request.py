@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
-from ssdctl.config.resolve import DEFAULT_FILE, parse_assignment
+from ssdctl.config.resolve import FILES_VARIABLE, parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
@@ -59,20 +60,19 @@ def configure_launch(
     name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     may_move = engine.runs_elsewhere or is_written  # the ranks may start in another folder
-    files = exported_settings(call, Kind.FILE) if may_move else {}
-    variables, more = exported_settings(call, Kind.ENVIRONMENT) if may_move else {}, list[str]()
-    if rest and (call.config_file or files != variables) and not engine.runs_elsewhere:
-        # A variable would take precedence over the dataset of a checkpoint; a file does not.
-        more = [f"--config={Path(call.config_file or DEFAULT_FILE).absolute()}"]
+    file = None if engine.runs_elsewhere else call.config_file
     command = (
-        rest_command(call, rest, device, count, more)
-        if rest
-        else train_command(call, device, has_files=not engine.runs_elsewhere)
+        rest_command(call, rest, device, count, file) if rest else train_command(call, device, file)
     )
-    if last_value(command, "--config") is None:  # else the ranks read it
-        variables = files
+    settings, variables = all_settings(), dict[str, str]()
+    if may_move:
+        own = exported_settings(call, Kind.ENVIRONMENT)
+        variables = {settings[path].environment: value for path, value in own.items()}
+        of_files = exported_settings(call, Kind.FILE)
+        if of_files and last_value(command, "--config") is None:  # else the ranks read it
+            variables[FILES_VARIABLE] = json.dumps(of_files)
     if rest:  # the command may not have --device: set it by variables, which any command accepts
-        variables |= {s.environment: device for s in all_settings().values() if s.name == "device"}
+        variables |= {s.environment: device for s in settings.values() if s.name == "device"}
     if config.hostfile is not None and issubclass(engine, BatchEngine):
         raise UsageError(f"--hostfile applies to mpirun and torchrun: {name} chooses the hosts")
     request = LaunchRequest(
@@ -138,18 +138,14 @@ def resumed(request: LaunchRequest) -> LaunchRequest:
     return dataclasses.replace(request, command=command)
 
 
-def exported_settings(call: Call, lowest: Kind) -> dict[str, str]:
-    """Return variables for the settings of config files and variables, from the `lowest` kind on.
-
-    Those of options are in the command.
-    """
-    variables = {}
-    for path, value in values(call.config).items():
-        source, setting = call.config.sources[path], all_settings()[path]
-        is_of_this_machine = lowest <= source.kind <= Kind.ENVIRONMENT
-        if setting.section not in LAUNCH_TABLES and is_of_this_machine:
-            variables[setting.environment] = _as_text(value)
-    return variables
+def exported_settings(call: Call, kind: Kind) -> dict[str, str]:
+    """Return the settings of files or of variables, as text by path."""
+    return {
+        path: _as_text(value)
+        for path, value in values(call.config).items()
+        if call.config.sources[path].kind is kind
+        and all_settings()[path].section not in LAUNCH_TABLES
+    }
 
 
 def _as_text(value: object) -> str:
@@ -161,14 +157,14 @@ def _as_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
+def train_command(call: Call, device: str, file: str | None) -> list[str]:
     """Return `train` with the user's options and the device, as arguments.
 
     An option and its value are one argument, so that values may begin with '-'.
     """
     arguments, devices = ["train"], []
-    if call.config_file is not None and has_files:
-        arguments.append(f"--config={call.config_file}")
+    if file is not None:
+        arguments.append(f"--config={file}")
     for text in call.assignments:
         path, value, _ = parse_assignment(text)
         devices += [value] * (path == "train.device")
@@ -197,9 +193,9 @@ def _refuse_others(devices: set[str], device: str) -> None:
 
 
 def rest_command(
-    call: Call, rest: list[str], device: str, count: int, more: list[str]
+    call: Call, rest: list[str], device: str, count: int, file: str | None
 ) -> list[str]:
-    """Return the command after `--` with `more` options, checked: it must exist and have its own.
+    """Return the command after `--` with the config file, checked: it must exist, as its options.
 
     Several ranks would write the same files if it does not share its work among them.
     """
@@ -242,7 +238,8 @@ def rest_command(
         else re.sub(r"^(--device|(?:--set=)?\s*\w+\.device\s*)=\s*auto\s*$", rf"\1={device}", word)
         for before, word in itertools.pairwise(["", *words])
     ]
-    return [rest[0], *words[:at], *more, *words[at:]]
+    config = [] if file is None else [f"--config={Path(file).absolute()}"]
+    return [rest[0], *words[:at], *config, *words[at:]]
 
 
 def _given_devices(parameters: dict[str, Any]) -> set[str]:

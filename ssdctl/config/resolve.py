@@ -40,6 +40,9 @@ DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
+# The settings of the files that `ssdctl launch` read, as JSON: they rank as in a file, not as
+# variables. The name does not begin with SSDCTL_, as settings do.
+FILES_VARIABLE = "_SSDCTL_FILES"
 MAX_FILE_BYTES = 16 << 20
 LARGEST_FLOAT = 1e9  # sums and products stay finite
 OFF = {"train.eval_every": "0", "train.profile": "0,0"}  # other programs' "never"
@@ -76,11 +79,15 @@ def resolve(
     default_file: bool = True,
 ) -> Config:
     """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`."""
+    environment = os.environ if environment is None else environment
+    launched = "{}" if file is not None else environment.get(FILES_VARIABLE, "{}")
+    of_files = msgspec.json.decode(launched, type=dict[str, str])
     if file is None and default_file and Path(DEFAULT_FILE).is_file():
         file = DEFAULT_FILE
     layers = [
         *(read_toml(Path(file)) if file is not None else ()),
-        *_from_environment(os.environ if environment is None else environment),
+        *(Override(k, v, Source(Kind.FILE, FILES_VARIABLE)) for k, v in of_files.items()),
+        *_from_environment(environment),
         *overrides,
     ]
     checked = [_checked(o) for o in layers]

@@ -57,14 +57,14 @@ def test_write_creates_an_executable_script() -> None:
     assert list(Path("deep").iterdir()) == [script]
 
 
-@pytest.mark.parametrize("engine", [[], ["--launcher", "slurm"]])
-def test_write_replaces_only_what_it_wrote(engine: list[str]) -> None:
-    job = ["--cpus", "2", *engine, "--write", "job.sh"]
+@pytest.mark.parametrize(("launcher", "shown"), [("torchrun", ""), ("slurm", " 'a job.sh'")])
+def test_write_replaces_only_what_it_wrote(launcher: str, shown: str) -> None:
+    job = ["--cpus", "2", "--launcher", launcher, "--write", "a job.sh"]
     for _ in range(2):
-        launch(*job).expect(0, "wrote job.sh")
+        assert f"wrote a job.sh{shown and '; submit it with sbatch'}{shown}" in launch(*job).err
     Path("mine").write_text("mine")
     Path("link.sh").symlink_to("mine")
-    own = "#!/bin/sh\necho mine\n" + Path("job.sh").read_text()
+    own = "#!/bin/sh\necho mine\n" + Path("a job.sh").read_text()
     Path("own.sh").write_text(own)
     for name in ("mine", "link.sh", "own.sh"):
         launch(*job[:-1], name).expect(2, "not an earlier result")
@@ -167,19 +167,18 @@ def test_a_written_script_contains_the_settings_of_files_and_variables(
     Path("ssdctl.toml").write_text('[data]\nroot = "a b"\n')
     Path("my.toml").write_text("[data]\nroot = 'mine'\n")
     written = ["--cpus", "2", "--launcher", engine, "--write", "job.sh"]
-    file, outer = "export SSDCTL_DATA__ROOT=", {"RANK": "9", "PET_NNODES": "2"}
-    for more, expected in (
-        ([], [f"{file}'a b'"]),
-        (["--", "evaluate", "a.pt"], []),  # on the dataset of the checkpoint
-        (["--config", "my.toml"], []),  # the ranks read it
-        (["--", "evaluate", "--config", "my.toml", "a.pt"], []),
+    exported, outer = "export _SSDCTL_FILES=", {"RANK": "9", "PET_NNODES": "2"}
+    for more, is_exported in (
+        ([], True),
+        (["--", "evaluate", "a.pt"], True),
+        (["--config", "my.toml"], False),  # the ranks read it
+        (["--", "evaluate", "--config", "my.toml", "a.pt"], False),
     ):
         assert launch(*written, *more).code == 0
         lines = Path("job.sh").read_text().splitlines()
         assert "export SSDCTL_TRAIN__SEED=3" in lines
-        is_read = any(f"--config={Path.cwd()}/ssdctl.toml" in line for line in lines)
-        assert is_read == ("evaluate" in more)
-        assert [line for line in lines if line.startswith(file)] == expected
+        files = [line for line in lines if line.startswith(exported)]
+        assert files == [f"""{exported}'{{"data.root": "a b"}}'"""] * is_exported
         # An outer job's variables would make the ranks wait for that job.
         top = lines[: next(n for n, line in enumerate(lines) if line.startswith("export "))]
         done = subprocess.run(

@@ -19,6 +19,7 @@ from conftest import Cli
 from launch import plans
 from launch.plans import IN_A_POD
 
+from ssdctl.config.resolve import resolve
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import Job
@@ -155,8 +156,10 @@ def test_voyager(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"--hpus=16", "--nodes=2", "--cores-per-node=48", "--bs=128", "--bf16"} <= set(words)
     # The file with the setting is on this machine, not in the pod.
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
-    assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
-    assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
+    in_pod = resolve(environment=environment, default_file=False)
+    assert (in_pod.train.decay_epochs, in_pod.train.out) == ((40.0, 50.0), "/work/runs/first")
+    # A checkpoint's own dataset comes before that of a file.
+    assert "data.root" not in in_pod.explicit_settings()
     # In its pod, the launcher trusts the workers' new keys.
     Path("ssdctl.toml").unlink()
     Path("hosts").write_text("job-worker-0.job.me.svc slots=8\njob-worker-1.job.me.svc slots=8\n")
@@ -173,8 +176,13 @@ def test_one_pod_for_a_download(cli: Cli) -> None:
     plan = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")
     (container,) = containers(checked(plan["manifest"])).values()
     assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest=/work/coco"]
-    assert {"name": "SSDCTL_DOWNLOAD__CONNECTIONS", "value": "16"} in container["env"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert resolve(environment=environment, default_file=False).download.connections == 16
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
+    plan = planned(cli, "--cpus", 8, "--", "evaluate", "/work/runs/first")
+    (container,) = containers(checked(plan["manifest"])).values()
+    assert container["resources"]["limits"]["cpu"] == "95"
+    assert "/dev/shm" not in [m["mountPath"] for m in container["volumeMounts"]]  # hostIPC
 
 
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
@@ -284,6 +292,8 @@ def test_only_crashes_are_tried_again() -> None:
         (("fetch-weights",), {}, "--dest .* persistent volume"),
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
         (("prepare", "--store=/tmp/a"), {}, "--store /tmp/a .*persistent volume"),
+        (("prepare", "--data=/tmp/a"), {}, "--data /tmp/a .*persistent volume"),
+        (("train", "--mllog=/tmp/a"), {}, "--mllog /tmp/a .*persistent volume"),
         (("evaluate", "/runs/a", "--suspects", "/tmp/a"), {}, "--suspects .*persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.

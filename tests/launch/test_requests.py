@@ -27,6 +27,7 @@ from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
 from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.resolve import resolve
 from ssdctl.config.settings import all_settings
 
 HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
@@ -388,7 +389,7 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
     has_file = any(word.startswith("--config=") for word in launch.words)
-    assert ("SSDCTL_EVALUATE__LIMIT" in environment) == has_file
+    assert resolve(environment=environment).evaluate.limit == (3 if has_file else None)
     check_pod_command(program[program.index("ssdctl") + 1 :], launch)
 
 

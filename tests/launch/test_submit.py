@@ -169,7 +169,8 @@ def pod(
     name: str, phase: str = "Pending", code: int | None = None, **status: object
 ) -> dict[str, Any]:
     metadata = {"name": name, "creationTimestamp": name}
-    given = {"phase": phase, "containerStatuses": [ended(code)], **status}
+    sidecar, own = {"name": "a", **ended(0)}, {"name": "main", **ended(code)}
+    given = {"phase": phase, "containerStatuses": [sidecar, own], **status}
     return {"metadata": metadata, "status": given}
 
 
@@ -189,21 +190,25 @@ def status(*ends: str) -> tuple[int, str, str]:
 def test_the_end_of_an_mpi_job_is_its_last_pods(
     codes: tuple[int | None, int | None], expected: int, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
-    """Kubernetes starts a launcher that failed again, in another pod: each is followed once."""
+    """Kubernetes starts a launcher that failed again, in another pod: each is followed once.
+
+    The connection to the first one breaks.
+    """
     first, second = codes
     none = pods()  # the workers
     set_answers([
         none, pods(("b", "Pending", None)), status("Running"),
-        none, pods(("b", "Running", None)), (0, "step 1\n", ""), status("Running"),
-        none, pods(("c", "Running", None), ("b", "Failed", first)), (0, "step 2\n", ""),
+        none, pods(("b", "Running", None)), (1, "step 1\n", "unexpected EOF\n"),
+        (0, "step 1\nstep 2\n", ""), status("Running"),
+        none, pods(("c", "Running", None), ("b", "Failed", first)), (0, "step 3\n", ""),
         status("Failed"), pods(("c", "Failed", second), ("b", "Failed", first)),
     ])  # fmt: skip
-    assert follow(MPI_JOB) == (expected, ["step 1\n", "step 2\n"])
+    assert follow(MPI_JOB) == (expected, ["step 1\n", "step 2\n", "step 3\n"])
     calls = client_calls(tmp_path)
     workers = "training.kubeflow.org/job-name=mine,training.kubeflow.org/job-role=worker"
     assert calls[0][:6] == ["get", "pods", "-n", "me", "-l", workers]
     assert calls[1][:6] == ["get", "pods", "-n", "me", "-l", "job-name=mine-launcher"]
-    assert [call[-1] for call in calls if call[0] == "logs"] == ["b", "c"]
+    assert [call[-1] for call in calls if call[0] == "logs"] == ["b", "b", "c"]
 
 
 def worker(starts: int = 1, **state: object) -> tuple[int, str, str]:

@@ -93,8 +93,9 @@ class ManifestBuilder:
 
     def _job(self, name: str) -> Manifest:
         restarts, nodes = self.request.config.restarts, self.request.config.nodes
-        # Commands such as a download need no more resources than a launcher.
-        has_devices = self.request.device != "cpu" or self.request.command[0] == "train"
+        # A download needs no more resources than a launcher.
+        is_download = self.request.command[0] in ("download", "fetch-weights")
+        has_devices = self.request.device != "cpu" or not is_download
         pod_0 = f"{name}-0.{name}"
         rendezvous = [f"--rdzv-endpoint={pod_0}:{RENDEZVOUS_PORT}"] if nodes > 1 else []
         program = self._program(

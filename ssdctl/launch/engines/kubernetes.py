@@ -48,6 +48,7 @@ Json = dict[str, Any]  # an object of Kubernetes
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
+LOG_FAILURES = 5  # of kubectl logs in a row, without another line
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
 # How YAML 1.2 reads plain text, with the octal numbers of file modes (0644) and `<<` of 1.1.
@@ -69,6 +70,7 @@ class Kubernetes(BatchEngine):
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
+    paths: Mapping[str, str | None] = field(default_factory=dict)  # of the config, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
@@ -80,7 +82,9 @@ class Kubernetes(BatchEngine):
             given = "--set kubernetes.env=NAME=VALUE sets variables of pods"
             config.require_not_given(["launch.export_env"], "is for mpirun", given)
         patch = {} if settings.patch is None else _patch(Path(settings.patch))
-        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}")
+        data, mllog = config.data, config.train.mllog
+        paths = {"--data": data.root, "--store": data.store, "--mllog": mllog}
+        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}", paths)
 
     def require(self) -> None:
         hint = "install kubectl and log in to the cluster; --write FILE writes the manifest"
@@ -162,8 +166,13 @@ class Kubernetes(BatchEngine):
             text = "kubernetes.install is not set: ssdctl must be installed in the pods"
             yield UsageError(text, hint=hint)
 
-        for option in OUTPUTS.get(command[0], ("--out",)):
-            output = request.run_folder if command[0] == "train" else last_value(command, option)
+        options = OUTPUTS.get(command[0], ("--out",))
+        outputs = {o: last_value(command, o) or self.paths.get(o) for o in options}
+        if command[0] == "train":
+            outputs["--out"] = request.run_folder
+        if outputs.get("--store"):
+            del outputs["--data"]  # the default store is in it
+        for option, output in outputs.items():
             path = posixpath.normpath(output or command[0])
             is_written = output is not None or command[0] in WRITES
             if not is_written or _is_in(path, writable):
@@ -182,10 +191,11 @@ ENGINE = Kubernetes
 OUTPUTS = {
     "download": ("--dest",),
     "fetch-weights": ("--dest",),
-    "prepare": ("--store", "--preview"),
+    "prepare": ("--store", "--data", "--preview"),
+    "train": ("--out", "--mllog"),
     "evaluate": ("--detections", "--report", "--suspects"),
 }
-WRITES = ("train", "download", "fetch-weights", "demo", "export")  # others print their results
+WRITES = ("download", "fetch-weights", "demo", "export")  # others print their results
 
 
 def _is_in(path: str, folders: list[str]) -> bool:
@@ -278,12 +288,22 @@ def _get(what: str, *words: str) -> Json:
 
 
 def _copy_log(pod: str, namespace: list[str], write: Write) -> None:
+    """Write a pod's output; start again after the last line if kubectl loses the connection."""
     argv = ["kubectl", "logs", *namespace, "--follow", pod]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, stdout=pipe, encoding="utf-8", errors="replace") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            write(line)
+    pipe, written, failures = subprocess.PIPE, 0, 0
+    while failures < LOG_FAILURES:
+        before = written
+        with subprocess.Popen(argv, stdout=pipe, encoding="utf-8", errors="replace") as process:
+            assert process.stdout is not None
+            for number, line in enumerate(process.stdout):
+                if number >= written:
+                    write(line)
+                    written += line.endswith("\n")
+        if process.returncode == 0:
+            return
+        failures = 1 if written > before else failures + 1
+        time.sleep(POLL_S)
+    log.warning("%s: kubectl logs fails: the rest of the output is not shown", pod)
 
 
 def _status(item: Json) -> Json:
@@ -315,7 +335,8 @@ def _reason(state: Json) -> str:
 
 def _exit_code(pods: list[Json]) -> int:
     for container in (_status(pods[-1]).get("containerStatuses") or []) if pods else []:
-        if end := container.get("state", {}).get("terminated"):
+        is_own = container.get("name") in ("main", "launcher")  # a patch may add others
+        if is_own and (end := container.get("state", {}).get("terminated")):
             return end["exitCode"] if end["exitCode"] in PASSED_ON else ExitCode.DISTRIBUTED
     return ExitCode.DISTRIBUTED
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdctl.config.resolve import FILES_VARIABLE
 from ssdctl.distributed import find_own, free_port
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
@@ -48,8 +49,8 @@ UNKNOWN_SOCKETS = 2  # Gaudi nodes have two
 # Variables that ranks on other nodes need; mpirun does not export any by default. Each rank sets
 # PT_HPU_AUTOLOAD itself (ssdctl/__main__.py).
 EXPORTED = re.compile(
-    r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
-    r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
+    rf"{FILES_VARIABLE}|PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|"
+    r"XDG_CACHE_HOME|GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
     r"(SSDCTL|PT_HPU(?!_AUTOLOAD$)|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
 )
 # The pods of a job are always new: their host keys are unknown, and sshd may not have started yet.
