@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Result, run_cli
+from launch.plans import IN_A_POD
 from launch.test_requests import _without_variables  # noqa: F401 - a fixture
 
 from ssdctl.config import PrepareConfig
@@ -48,12 +49,9 @@ def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
 
 
 def test_write_creates_an_executable_script() -> None:
-    assert launch("--cpus", "2", "--data", "a b;c", "--write", "deep/job.sh").code == 0
+    assert launch("--cpus", "2", "--write", "deep/job.sh").code == 0
     script = Path("deep/job.sh")
     assert os.access(script, os.X_OK)
-    assert script.read_text().startswith("#!/usr/bin/env bash\n")
-    assert f"exec {sys.executable} -m torch.distributed.run" in script.read_text()
-    assert "'--data=a b;c'" in script.read_text()
     assert list(Path("deep").iterdir()) == [script]
 
 
@@ -130,17 +128,13 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None
     assert launch(*job, "--preset", "nvidia-r50").code == 0  # the preset's own one is shortened
 
 
-POD = ["--out", "/runs/x", "--data", "/runs/d", "--set", "kubernetes.volumes=claim:/runs"]
-POD += ["--set", "kubernetes.image=a", "--set", "kubernetes.install=image"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--hpus", "8"], ["openmpi"]),
         (["--cpus", "2"], ["pip install torch"]),
         (["--gpus", "8", "--launcher", "slurm"], ["sbatch", "--write FILE"]),
-        (["--gpus", "8", "--launcher", "kubernetes", *POD], ["kubectl", "--write FILE"]),
+        (IN_A_POD, ["kubectl", "--write FILE"]),
     ],
 )
 def test_an_absent_launcher_is_a_usage_error(
@@ -150,12 +144,6 @@ def test_an_absent_launcher_is_a_usage_error(
     monkeypatch.setitem(sys.modules, "torch", None)
     result = launch(*arguments).expect(2)
     assert all(word in " ".join(result.err.split()) for word in words)
-
-
-def test_variables_of_this_machine_travel_to_pods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
-    result = launch("--gpus", "8", "--launcher", "kubernetes", *POD, "--dry-run").expect(0)
-    assert "SSDCTL_TRAIN__SEED" in result.out
 
 
 @pytest.mark.parametrize("engine", ["torchrun", "mpirun", "slurm"])
