@@ -1,10 +1,8 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
-import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,67 +21,10 @@ from ssdctl.errors import DataError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 COCO = "annotations/instances_train2017.json"
-FORMATS = [
-    *(exports.coco, exports.roboflow_yolo, exports.voc_lists),
-    *(exports.open_images, exports.cvat_xml),
-]
 
 
 def shards(store: Path) -> dict[str, int]:
     return {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
-
-
-@pytest.mark.parametrize("export", FORMATS)
-def test_a_touched_file_is_the_same_and_an_edited_one_is_named(
-    tmp_path: Path, export: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    root, store = tmp_path / "data", tmp_path / "store"
-    export(root)
-    prepare(root, store, INDEX_ONLY)
-    suffixes = (".json", ".txt", ".xml", ".csv", ".yaml")
-    labels = [p for p in sorted(root.rglob("*")) if p.suffix in suffixes]
-    for path in labels:
-        path.touch()
-    assert is_prepared(root, store)
-    assert prepare(root, store, INDEX_ONLY).unchanged
-    used = next(p for p in labels if "1" in p.read_text())
-    used.write_text(used.read_text() + "\n")
-    assert not is_prepared(root, store)
-    open_dataset(root, store)
-    assert used.name in "".join(caplog.messages)
-    assert is_prepared(root, store)
-
-
-@pytest.mark.parametrize("export", FORMATS)
-def test_a_packed_store_needs_no_images(tmp_path: Path, export: Callable[[Path], Path]) -> None:
-    root, store = tmp_path / "data", tmp_path / "store"
-    export(root)
-    prepare(root, store)
-    packed = shards(store)
-    images = [p for p in root.rglob("*") if p.suffix in (".jpg", ".jpeg", ".png")]
-    for path in images:
-        path.unlink()
-        assert prepare(root, store).unchanged
-    for folder in {path.parent for path in images}:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # unless it has labels
-    assert prepare(root, store).unchanged
-    assert shards(store) == packed
-
-
-@pytest.mark.parametrize("before", FORMATS)
-@pytest.mark.parametrize("after", FORMATS[:2])
-def test_an_export_in_another_format_is_read(
-    tmp_path: Path, before: Callable[[Path], Path], after: Callable[[Path], Path]
-) -> None:
-    root, store = before(tmp_path / "data"), tmp_path / "store"
-    prepare(root, store, INDEX_ONLY)
-    shutil.rmtree(tmp_path / "data")
-    assert is_prepared(root, store)
-    again = after(tmp_path / "data")
-    assert is_prepared(again, store) == (before is after)
-    open_dataset(again, store)
-    assert is_prepared(again, store)
 
 
 def test_labels_after_many_others_are_compared(tmp_path: Path) -> None:

@@ -15,13 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data.annotations import (
-    Annotations,
-    Conversion,
-    LabeledBox,
-    LabeledImage,
-    from_images,
-)
+from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, LabeledImage, from_images
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import Division, divided, next_division, series_warning
 from ssdctl.data.index import read_images, read_made

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -227,16 +226,6 @@ def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
     assert "1 image with the name, size and boxes of another one" in found
 
 
-def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
-    labels = csv("a.jpg").replace(",x,", ',"a,b",')
-    data = dataset(tmp_path / "data", "a.jpg", {"train.csv": labels})
-    result = cli("prepare", "--data", data, "--classes", "a,b").expect(2)
-    arguments = shlex.split(result.err.partition("write ")[2].partition(" for ")[0])
-    assert arguments == ["--classes", '["a,b"]']
-    assert cli("prepare", "--data", data, *arguments).code == 0
-    assert arguments[1] in cli("prepare", "--data", data).err  # the options of the last time
-
-
 @pytest.mark.parametrize(
     ("path", "split"),
     [
@@ -288,17 +277,6 @@ def test_what_was_not_exactly_as_the_labels_say_is_noted(
 ) -> None:
     (note,) = read_dataset(dataset(tmp_path, images, labels), AUTOMATIC)["train"].notes
     assert words in note
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [(f"traffic light {KITTI}", "traffic light"), (f"type 2 {KITTI} 0.93", "type 2")],
-)
-def test_the_class_of_kitti_may_have_spaces(tmp_path: Path, line: str, name: str) -> None:
-    data = dataset(tmp_path, "image_2/0.png", {"label_2/0.txt": line})
-    train = read_dataset(data, AUTOMATIC)["train"]
-    assert [c.name for c in train.classes] == [name]
-    assert train.boxes.tolist() == [[5, 6, 20, 20]]
 
 
 def test_a_link_to_a_folder_has_no_other_images(tmp_path: Path) -> None:

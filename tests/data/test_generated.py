@@ -32,15 +32,10 @@ from data.generator.worlds import (
     with_val,
     worlds,
 )
-from data.generator.writers import (
-    LAYOUTS,
-    WORDS,
-    add_decoys,
-    add_other_files,
-    has_other_categories,
-)
+from data.generator.writers import LAYOUTS, WORDS, add_decoys, add_other_files, has_other_categories
 from helpers import SEED, examples, seeded
 from hypothesis import Phase, given, note
+from PIL import ExifTags, Image
 
 from ssdctl.config import Config, DataConfig, PrepareConfig
 from ssdctl.config.resolve import parse_assignments, resolve
@@ -48,9 +43,11 @@ from ssdctl.data import store_folder
 from ssdctl.data.annotations import AUTOMATIC, Annotations, nfc
 from ssdctl.data.dataset import read_dataset, resolve_images
 from ssdctl.data.export_dataset import export_dataset
+from ssdctl.data.image_files import is_image
 from ssdctl.data.open_dataset import annotations_of, open_dataset, prepare_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, SsdctlError, UsageError
@@ -219,6 +216,9 @@ def check_export(
     """A dataset that is exported, and read again, has the same images and boxes."""
     out, again = store.with_name(f"to-{target}"), store.with_name(f"store-{target}")
     export_dataset(open_splits(root, store), out, target)
+    for file in filter(is_image, out.rglob("*.*")):
+        with Image.open(file) as image:
+            assert image.getexif().get(ExifTags.Base.Orientation, 1) == 1, "not every reader turns"
     prepare(out, again, PrepareConfig(pack=False))
     keeps_crowds = layout.crowds and target in ("coco", "voc")
     if not says_empty:  # an image to train on without boxes may show objects
@@ -246,6 +246,7 @@ def check_edit(world: World, tree: Tree, store: Path) -> None:
     new = rewrite(after, tree)
     for file in new.files if world.edit == "touch" else ():
         file.touch()
+    assert is_prepared(tree.data, store) == (world.edit == "touch")
     packed = set(store.glob("images-*"))
     with contextlib.suppress(SsdctlError):
         open_dataset(tree.data, store)
@@ -433,7 +434,7 @@ def check_world(world: World, folder: Path) -> None:
     splits, truth = open_splits(tree.data, store), present(tree, world)
     for split, pictures in truth.items():
         check_pixels(splits[split], pictures.values(), layout.tolerance)
-    for augment in ("none", "ssd-zoom"):
+    for augment in ("none", ("ssd-zoom", "zoom,flip,crop")[len(world.pictures) % 2]):
         check_batches(splits["train"], truth["train"].values(), augment)
     target = ("coco", "yolo", "voc")[len(world.pictures) % 3]
     note(f"ssdctl dataset export {shlex.quote(str(tree.data))} --to {target} --out out")

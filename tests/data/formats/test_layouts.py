@@ -13,9 +13,9 @@ from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
-from ssdctl.data.annotations import Annotations, ClassName, LabeledImage, from_images
+from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.check import duplicate_names
-from ssdctl.data.dataset import find, resolve_images
+from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
@@ -176,35 +176,6 @@ def test_several_datasets_in_a_folder(
     error = refused(cli, "prepare", "--data", "data")
     assert all(word in error for word in words), error
     prepared(cli, "data", "--no-pack", *choice)
-
-
-def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE) -> Annotations:
-    images = [LabeledImage(name, *size, []) for name in names]
-    return from_images({"train": images}, ["x"], folder, folder)["train"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    names = ("a.jpg", "sub/b.jpg", "c.jpg", "one/c.jpg", "two/c.jpg", "x y.jpg", "p%20q.jpg")
-    return exports.tree(tmp_path, dict.fromkeys(names))
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("a.jpg", "a.jpg"),
-        ("images\\a.jpg", "a.jpg"),
-        ("x/two/c.jpg", "two/c.jpg"),
-        ("/data/local-files/?d=photos/x%20y.jpg", "x y.jpg"),
-        ("/data/upload/3/x%20y.jpg", "x y.jpg"),
-        ("/data/upload/3/p%20q.jpg", "p%20q.jpg"),
-        ("../a.jpg", "a.jpg"),
-    ],
-)
-def test_names_of_tools_are_resolved(folder: Path, name: str, file: str) -> None:
-    resolved, sizes = resolve_images({"train": annotations(folder, name)})["train"]
-    assert resolved.file_names == [file]
-    assert sizes == [(folder / file).stat().st_size]
 
 
 def test_masks_and_what_has_no_box_in_cvat(tmp_path: Path, cli: Cli) -> None:

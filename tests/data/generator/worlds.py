@@ -30,7 +30,7 @@ EDITS = (
     "rename a class",
 )
 CLASSES = (
-    *("bolt", "traffic light", "a,b", 'say "hi"', "#9", "ünï ✓", "no", "17", "it's", "x: y"),
+    *("bolt", "type 2", "a,b", 'say "hi"', "#9", "ünï ✓", "no", "17", "it's", "x: y"),
     *("test", "null"),
 )
 OPTIONS = ("classes", "group", "read-only", "later val", "other categories", "other files")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
 from unicodedata import normalize
+from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
 
 import yaml
@@ -87,6 +88,8 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
                 name = dot + name
             if "backslashes" in world.flags:
                 name = name.replace("/", "\\")
+            if "label studio" in world.flags:
+                name = f"/data/local-files/?d={quote(path)}"
             size = {"width": picture.width, "height": picture.height}
             entries.append({"id": n, "file_name": name, **size})
             # A merged dataset has an entry for each object of an image.
@@ -439,7 +442,7 @@ def createml_json(world: World, tree: Tree) -> None:
 
 _ONE = ("train",)
 _COCO = Layout(
-    ("from the root", "other machine", "dot", "backslashes", "listed twice"),
+    ("from the root", "other machine", "dot", "backslashes", "label studio", "listed twice"),
     crowds=True,
     classes="all",
 )
