@@ -2,7 +2,6 @@
 
 import errno
 import importlib.util
-import json
 import os
 import re
 import resource
@@ -115,46 +114,6 @@ def test_resizing_alone_is_pillows(splits: dict[str, Split], shapes: Path) -> No
         assert np.array_equal(batch.images[i].numpy(), expected)
         boxes = split.boxes[split.starts[row] : split.starts[row + 1]]
         assert np.array_equal(batch.boxes[i, : len(boxes)], boxes)
-
-
-def white_boxes(folder: Path) -> Path:
-    """Create a dataset of black images, each with one annotated white box on its left."""
-    images, annotations = [], []
-    (folder / "train2017").mkdir(parents=True)
-    for number in range(1, 7):
-        image = np.zeros((90, 120, 3), np.uint8)
-        left, top, width, height = 5 + number, 10 * number, 30, 25
-        image[top : top + height, left : left + width] = 255
-        name = f"{number}.jpg"
-        Image.fromarray(image).save(folder / "train2017" / name, quality=95)
-        images.append({"id": number, "file_name": name, "width": 120, "height": 90})
-        box = [left, top, width, min(height, 90 - top)]
-        annotations.append({"id": number, "image_id": number, "category_id": 1, "bbox": box})
-    categories = [{"id": 1, "name": "white"}]
-    document = {"images": images, "annotations": annotations, "categories": categories}
-    (folder / "annotations").mkdir()
-    (folder / "annotations/instances_train2017.json").write_text(json.dumps(document))
-    return folder
-
-
-@pytest.mark.parametrize("augment", ["ssd", "flip,crop", "zoom,flip,crop"])
-def test_pixels_and_boxes_belong_together(tmp_path: Path, augment: str) -> None:
-    """A white box stays where its annotation is, whatever the crops, flips and their order."""
-    split = open_dataset(white_boxes(tmp_path / "data"), tmp_path / "store")["train"]
-    sides = []
-    for batch in read_batches(split, PLAN._replace(augment=augment), 0, 40):
-        for image, boxes, labels in zip(batch.images, batch.boxes, batch.labels, strict=True):
-            left, top, right, bottom = (300 * boxes[0]).round().int().tolist()
-            if not labels[0] or min(right - left, bottom - top) < 30:
-                continue
-            white = image.numpy().mean(axis=2) > 127
-            area = (right - left) * (bottom - top)
-            inside = white[top:bottom, left:right].sum()
-            assert inside > 0.8 * area
-            assert white.sum() - inside < 0.2 * area
-            sides.append(left + right > 300)
-    assert len(sides) > 50
-    assert 5 < sum(sides) < len(sides) - 5
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 cut", b"<html>", None])
