@@ -1,7 +1,6 @@
 """`ssdctl launch` as users type it, without running a job."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,15 +27,6 @@ def ranks_command(plan: Any) -> list[str]:
     return argv[argv.index("ssdctl") + 1 :]
 
 
-def test_options_of_train_are_passed_on_unchanged() -> None:
-    Path("my.toml").write_text("[train]\nlr = 1e-3\n")
-    words = "--config my.toml --set train.seed=7 --set launch.nodes=1 --resume-changed -q -v"
-    job = ["--cpus", "2", *words.split(), "--device", "cpu", "--dry-run", "--json"]
-    command = ranks_command(json.loads(launch(*job).out))
-    assert command[:3] == ["train", "--config=my.toml", "--set=train.seed=7"]
-    assert sorted(command[3:]) == ["--device=cpu", "--quiet", "--resume-changed", "--verbose"]
-
-
 def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
     result = launch("--hpus", "16", "--nodes", "2", "--dry-run").expect(0)
     assert "MASTER_ADDR=HOST" in result.out
@@ -46,13 +36,6 @@ def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
     Path("hosts").write_text("a slots=8\nb slots=8\n")
     launch("--hpus", "16", "--hostfile", "hosts", "--dry-run").expect(2, "give --nodes")
     assert not Path("job.sh").exists()
-
-
-def test_write_creates_an_executable_script() -> None:
-    assert launch("--cpus", "2", "--write", "deep/job.sh").code == 0
-    script = Path("deep/job.sh")
-    assert os.access(script, os.X_OK)
-    assert list(Path("deep").iterdir()) == [script]
 
 
 @pytest.mark.parametrize(("launcher", "shown"), [("torchrun", ""), ("slurm", " 'a job.sh'")])

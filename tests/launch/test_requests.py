@@ -132,7 +132,8 @@ def launched(draw: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return words, words
     resume = draw(st.sampled_from([(), ("--set=train.resume=never",), ("--set=train.resume=a",)]))
     options = zip(["--data", "--out", "--mllog"], texts, strict=False)
-    return (), ("train", *resume, *(f"{flag}={text}" for flag, text in options))
+    flags = draw(st.sampled_from([(), (), ("--quiet",), ("--resume-changed",)]))
+    return (), ("train", *resume, *(f"{flag}={text}" for flag, text in options), *flags)
 
 
 @pytest.fixture(autouse=True)
@@ -158,8 +159,10 @@ def planned(launch: Launch) -> tuple[Any, Result]:
 
 
 def check_command(words: list[str], launch: Launch) -> None:
-    device = [] if launch.rest else [f"--device={DEVICES[launch.plural]}"]
-    assert words == [*launch.wished, *device]
+    if launch.rest:
+        assert words == [*launch.wished]
+    else:  # options of `train`, in any order
+        assert sorted(words) == sorted([*launch.wished, f"--device={DEVICES[launch.plural]}"])
 
 
 def check_line(plan: Any) -> None:
@@ -273,7 +276,11 @@ def test_a_written_script_runs_the_planned_words(examples: int) -> None:
         plan, _ = planned(launch)
         if plan is None:
             return
-        words = [*launch.words, "--write=job.sh", *(["--", *launch.rest] if launch.rest else [])]
+        words = [
+            *launch.words,
+            "--write=deep/job.sh",
+            *(["--", *launch.rest] if launch.rest else []),
+        ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSDCTL_DATA__STORE", store)  # the script sets it
             result = run_cli("launch", *words)
@@ -281,8 +288,11 @@ def test_a_written_script_runs_the_planned_words(examples: int) -> None:
             assert (result.code, "--hostfile" in result.err or "HOST" in result.err) == (2, True)
             return
         assert result.code == 0, result.err
+        script = Path("deep/job.sh")
+        assert os.access(script, os.X_OK)
+        assert list(script.parent.iterdir()) == [script]
         with tempfile.TemporaryDirectory() as name:
-            asked = run_script(Path("job.sh").read_text(), Path(name))
+            asked = run_script(script.read_text(), Path(name))
             assert Path(name, "store").read_text() == store
         words = asked.get("mpirun") or asked["python"]
         if launch.launcher == "mpirun":
