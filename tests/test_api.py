@@ -140,14 +140,6 @@ def test_options_in_errors_are_keywords_or_settings() -> None:
     assert shown - known == set()
 
 
-def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    outcome = ssdctl.prepare(shapes, store=tmp_path / "store", pack=False, jobs=1)
-    assert [(s.split, s.images) for s in outcome.splits] == [("train", 24), ("val", 9)]
-    assert "<td>24</td>" in outcome._repr_html_()
-    again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
-    assert json.loads(again.out)["unchanged"] is True
-
-
 def test_a_folder_in_a_hint_is_a_value(dataset: Path) -> None:
     for data in (None, f"{dataset.name}/val2017"):
         with pytest.raises(DataError, match=f'data="./{dataset.name}"'):

@@ -146,16 +146,6 @@ def test_matches_are_those_of_the_loop(
     check_matches(images, defaults, padding)
 
 
-def test_matches_on_the_default_boxes_are_those_of_the_loop() -> None:
-    rng = np.random.default_rng(1)
-    images: list[list[Truth]] = [[]]
-    for count in (1, 4):
-        corner, size = rng.uniform(0, 0.8, (count, 2)), rng.uniform(0.02, 0.6, (count, 2))
-        boxes = np.concatenate([corner, np.minimum(corner + size, 1)], 1)
-        images.append([(tuple(map(float, b)), int(rng.integers(1, 81))) for b in boxes])
-    check_matches(images, [reference.ltrb(d) for d in DEFAULTS], 2)
-
-
 @pytest.mark.parametrize(("at_threshold", "label"), [(False, 0), (True, 3)])
 def test_an_iou_of_exactly_one_half(at_threshold: bool, label: int) -> None:
     defaults = torch.tensor([[0.0, 0.0, 0.5, 1.0], [0.0, 0.0, 1.0, 1.0]])

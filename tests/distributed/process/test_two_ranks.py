@@ -17,18 +17,9 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from helpers import (
-    assert_same_state,
-    last,
-    records,
-    run_ranks,
-    run_script,
-    start_script,
-    wait_for,
-)
+from helpers import assert_same_state, last, records, run_ranks, run_script, start_script, wait_for
 
-from ssdctl.distributed import Ranks, free_port
-from ssdctl.distributed.collectives import average_buffers
+from ssdctl.distributed import free_port
 from ssdctl.model.backbones import find_backbone
 
 COMMAND = "from ssdctl.cli.main import main; import sys; main(sys.argv[1:])\n"
@@ -269,15 +260,6 @@ def test_a_rank_that_cannot_read_images_lets_all_save_and_end(shapes: Path, tmp_
     check_end(ranks, run, 6, "the store is gone")
     assert last(run).step == 3
     assert last(run).rank_statistics is not None
-
-
-def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, group: sent.append(t.mul_(3)))
-    buffers = [torch.ones(2, 3), torch.tensor(5), torch.full((4,), 2.0)]  # the second is a counter
-    average_buffers(buffers, Ranks(0, 2, 0))
-    assert [tensor.numel() for tensor in sent] == [10]
-    assert [buffer.unique().tolist() for buffer in buffers] == [[1.5], [5], [3.0]]
 
 
 EVALUATE = """
