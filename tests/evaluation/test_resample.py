@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from conftest import Cli
 from evaluation.judge import pycocotools_figures
 from numpy.typing import NDArray
 
@@ -134,3 +135,24 @@ def test_too_few_images_show_no_difference_and_more_are_named() -> None:
         f"no difference can be shown with 12 images; about {few.images_needed:,} would be needed"
     )
     assert enough.better == "b"
+
+
+def test_the_better_detector_is_named(cli: Cli) -> None:
+    truth, (weak, good) = drawn_split(0)
+    rng = np.random.default_rng(0)
+    weak = weak._replace(scores=weak.scores * rng.uniform(0, 1, len(weak.scores)))
+    Path("truth.json").write_text(json.dumps(document_of(truth)))
+    ids = np.array([c.id for c in truth.classes])[truth.labels - 1]
+    perfect = Detections(truth.object_image_ids, truth.boxes, np.ones(len(ids)), ids)
+    none = Detections(*(column[:0] for column in good))
+    pairs = ("weak", weak), ("good", good), ("perfect", perfect), ("none", none)
+    for name, found in pairs:
+        Path(f"{name}.json").write_text(json.dumps(found.to_coco()))
+    data = ("--data", "truth.json")
+    assert cli("evaluate", "weak.json", "--against", "good.json", *data).out.startswith(
+        "B is better"
+    )
+    codes = ("weak", "good", 10), ("good", "weak", 0), ("good", "good", 0), ("none", "perfect", 10)
+    for a, b, code in codes:
+        command = ("evaluate", f"{a}.json", "--against", f"{b}.json", *data, "--fail-if-worse")
+        assert cli(*command).code == code
