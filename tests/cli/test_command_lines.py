@@ -106,9 +106,9 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
         parts = values(setting, kind.item_type)
         if isinstance(kind.item_type, info.StrType):
             parts = parts.filter(lambda v: "," not in v.text and v.text[0] != "[")
-        return st.lists(parts, min_size=1, max_size=3, unique_by=lambda v: v.text).map(
-            joined if setting.path != "train.decay_epochs" else lambda v: increasing(joined(v))
-        )
+        lists = st.lists(parts, min_size=1, max_size=3, unique_by=lambda v: v.text)
+        found = st.builds(joined, lists, as_json=st.booleans())
+        return found if setting.path != "train.decay_epochs" else found.map(increasing)
     assert isinstance(kind, info.StrType), kind
     if setting.kind is not None:  # the name of a plugin
         names = [Value(name, name) for name in setting.choices]
@@ -123,12 +123,11 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
     )
 
 
-def joined(parts: list[Value]) -> Value:
+def joined(parts: list[Value], *, as_json: bool) -> Value:
     is_valid = all(part.value is not INVALID for part in parts)
-    return Value(
-        ",".join(part.text for part in parts),
-        [part.value for part in parts] if is_valid else INVALID,
-    )
+    texts = [part.text for part in parts]
+    text = json.dumps(texts, ensure_ascii=False) if as_json else ",".join(texts)
+    return Value(text, [part.value for part in parts] if is_valid else INVALID)
 
 
 def increasing(given: Value) -> Value:

@@ -64,23 +64,6 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
         assert os.strerror(number) in str(caught.value)
 
 
-LISTS = ['["/a:/b", "/c:/d"]', "/a:/b, /c:/d", "['/a:/b', '/c:/d']"]
-
-
-@pytest.mark.parametrize("text", LISTS)
-def test_a_list_has_the_same_spellings_everywhere(text: str) -> None:
-    value = text if text.startswith("[") else f'"{text}"'
-    (override,) = parse_assignments([f"kubernetes.volumes={text}"])
-    for given_here in (
-        resolved(text=f"[kubernetes]\nvolumes = {value}\n"),
-        resolved(override[:2]),
-        resolved(SSDCTL_KUBERNETES__VOLUMES=text),
-    ):
-        assert given_here.kubernetes.volumes == ("/a:/b", "/c:/d")
-    numbers = resolved(("train.eval_at", "[1, 2.5]"), ("train.warmup", '"3ep"')).train
-    assert (numbers.eval_at, numbers.warmup) == ((1.0, 2.5), "3ep")
-
-
 def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
     joined = parse_assignments(["train.tracker=a", "train.lr=1", 'train.tracker=["b", "c"]'])
     config = resolve(overrides=joined, environment={}).train

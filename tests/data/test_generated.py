@@ -565,7 +565,7 @@ def run(
 def test_random_datasets(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "ssdctl")
     run(layout, tmp_path, 2, None)
-    run(layout, tmp_path, 4, None, check_files)
+    run(layout, tmp_path, 10, None, check_files)
 
 
 @pytest.mark.slow

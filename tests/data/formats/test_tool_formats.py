@@ -41,21 +41,6 @@ def labelme(*shapes: dict[str, Any], path: str = "a.png") -> dict[str, Any]:
     return {"shapes": shapes, "imagePath": path, "imageHeight": 50, "imageWidth": 100}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a.png,10,20,40,35,bolt\n",
-        "path,x1,y1,x2,y2,class\na.png,10,20,40,35,bolt\n",
-        "class,filename,xmin,xmax,ymin,ymax\nbolt,a.png,10,40,20,35\n",
-        'image,xmin,ymin,xmax,ymax,label\n"a.png",10.0,20.0,40.0,35.0,"bolt"\n',  # VoTT
-    ],
-)
-def test_a_csv_file_may_have_a_header_in_any_order(tmp_path: Path, text: str) -> None:
-    splits = read(tmp_path, text, "boxes.csv")
-    assert find(tmp_path)[0] == "retinanet-csv"
-    assert boxes_of(splits) == {"a.png": [("bolt", BOX)]}
-
-
 @pytest.mark.parametrize("row", ["a.png,10,20,40,bolt", "a.png,10,20,,35,bolt", "a.png,1,2,3,4,"])
 def test_a_broken_row_is_named(tmp_path: Path, row: str) -> None:
     with pytest.raises(DataError, match=r"boxes\.csv:2"):

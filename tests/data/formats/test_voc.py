@@ -1,6 +1,5 @@
 """Pascal VOC: lists, folders of any name, pixels from 1 or 0, and what is broken."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -31,19 +30,6 @@ def voc(root: Path, stems: dict[str, str], lists: dict[str, list[str]] | None = 
     tree(root, {f"JPEGImages/{stem}.jpg": None for stem in stems})
     tree(root, {f"Annotations/{stem}.xml": content for stem, content in stems.items()})
     return tree(root, {f"ImageSets/Main/{k}.txt": "\n".join(v) for k, v in (lists or {}).items()})
-
-
-def test_parts_of_objects_and_the_list_of_both_splits_are_not_read(tmp_path: Path) -> None:
-    part = "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part>"
-    stems = {
-        "a": xml(thing("cat", "11.5", 11, 20, 30, more=part)),
-        "b": xml(thing("dog", 1, 1, 9, 9)),
-    }
-    lists = {"train": ["a"], "val": ["b"], "trainval": ["a", "b"]}
-    splits = read(voc(tmp_path, stems, lists))
-    assert boxes_of(splits) == {"JPEGImages/a.jpg": [("cat", [10.5, 10, 9.5, 20], 0)]}
-    assert list(boxes_of(splits, "val")) == ["JPEGImages/b.jpg"]
-    assert [c.name for c in splits["val"].classes] == ["cat", "dog"]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +92,6 @@ def test_what_is_broken_is_named(tmp_path: Path, content: str, words: str) -> No
     voc(tmp_path, {"a": content})
     with pytest.raises(DataError, match=words):
         find(tmp_path, "voc")[1].read(tmp_path)
-
-
-@pytest.mark.parametrize(("root", "prefix"), [("xmlns", ""), ("xmlns:v", "v:")])
-def test_a_namespace_makes_no_difference(tmp_path: Path, root: str, prefix: str) -> None:
-    content = re.sub(r"<(/?)(\w)", rf"<\1{prefix}\2", xml(thing("cat", 1, 1, 9, 9)))
-    content = content.replace("annotation>", f'annotation {root}="http://x.org/voc">', 1)
-    splits = read(voc(tmp_path, {"a": content}))
-    assert boxes_of(splits) == {"JPEGImages/a.jpg": [("cat", [0, 0, 9, 9], 0)]}
 
 
 def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
     text = ""
     ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
     bare = [] if world.decoys else [p.stem for p in world.pictures if not p.is_missing]
+    is_url = "label studio" in world.flags and not any(p.is_missing for p in world.pictures)
     is_bare = "bare names" in world.flags and len({*bare}) == len(world.pictures)
     more = range(25) if is_bare and tree.is_blank else ()
     others = [world.pictures[0]._replace(folder="", stem=f"more {n}", things=()) for n in more]
@@ -88,7 +89,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
                 name = dot + name
             if "backslashes" in world.flags:
                 name = name.replace("/", "\\")
-            if "label studio" in world.flags:
+            if is_url:
                 name = f"/data/local-files/?d={quote(path)}"
             size = {"width": picture.width, "height": picture.height}
             entries.append({"id": n, "file_name": name, **size})
@@ -194,20 +195,22 @@ def voc_xml(picture: Picture, folder: str, world: World) -> str:
         box = "".join(f"<{side}>{value:g}</{side}>" for side, value in values)
         objects += (
             f"<object><name>{escape(thing.name)}</name><pose>Unspecified</pose>"
-            f"<difficult>{int(thing.is_crowd)}</difficult><bndbox>{box}</bndbox></object>"
+            f"<difficult>{int(thing.is_crowd)}</difficult><bndbox>{box}</bndbox>"
+            "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part></object>"
         )
     file = f"{picture.stem}{picture.suffix}"
     named = "" if "no folder" in world.flags else f"<folder>{escape(folder)}</folder>"
     if "no filename" not in world.flags:
         named += f"<filename>{escape(file)}</filename>"
+    top = '<annotation xmlns="http://x.org/voc">' if "namespace" in world.flags else "<annotation>"
     return (
-        f"<annotation>{named}<size><width>{picture.width}</width><height>{picture.height}</height>"
+        f"{top}{named}<size><width>{picture.width}</width><height>{picture.height}</height>"
         f"<depth>3</depth></size><segmented>0</segmented>{objects}</annotation>"
     )
 
 
 def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") -> None:
-    suffix = ".XML" if "upper case" in world.flags else ".xml"
+    suffix, whole = ".XML" if "upper case" in world.flags else ".xml", list[str]()
     for split in world.splits:
         stems = []
         for picture in world.of(split):
@@ -221,6 +224,9 @@ def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") 
                 tree.write(f"{label.rpartition('.')[0]}.0.aux.xml", "<PAMDataset/>")
         if lists:
             tree.write(f"{lists}/{split}.txt", "".join(f"{stem}\n" for stem in stems))
+            whole += stems
+    if len(world.splits) > 1 and lists:
+        tree.write(f"{lists}/trainval.txt", "\n".join(whole))
 
 
 # CVAT for images 1.1: https://docs.cvat.ai/docs/manual/advanced/xml_format
@@ -354,12 +360,16 @@ def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None
         rows: list[Iterable[object]] = []
         if "header" in world.flags:
             rows.append(("path", "x1", "y1", "x2", "y2", "class"))
+        if "reversed" in world.flags:
+            rows = [("image", *SIDES, "label")]  # VoTT's words
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
             name = path if "from the root" in world.flags else picture.name
             rows += [(name, *corners(thing), thing.name) for thing in picture.things]
             if not picture.things:
                 rows.append((name, "", "", "", "", ""))
+        if "reversed" in world.flags:
+            rows = [row[::-1] for row in map(tuple, rows)]
         tree.write(labels.format(**words), table(rows))
         names = [(name, n) for n, name in enumerate(world.classes)]
         tree.write(
@@ -450,11 +460,11 @@ _COCO_1 = _COCO._replace(splits=_ONE)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
 _YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
 _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
-_VOC = Layout(("no folder", "no filename", "upper case", "foreign files"), crowds=True)
+_VOC = Layout(("no folder", "no filename", "upper case", "foreign files", "namespace"), crowds=True)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "all", "other machine"), empties=False)
-_RETINANET = Layout(("header",), "unturned", classes="all")
+_RETINANET = Layout(("header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
 _LABELME = Layout(("polygons", "large"), named=False)
 
