@@ -206,17 +206,6 @@ def test_the_image_folder_is_an_option(
     assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
 
 
-def test_a_refused_dataset_gets_no_store(tmp_path: Path, cli: Cli) -> None:
-    data = dataset(tmp_path, "a.jpg", {"a.json": coco("a.jpg b.jpg")})
-    assert cli("prepare", "--data", data).code == 3
-    assert not (data / "prepared").exists()
-    tree(data, {"a.json": coco("a.jpg")})
-    assert cli("prepare", "--data", data).code == 0
-    tree(data, {"a.json": coco("a.jpg b.jpg")})
-    assert cli("prepare", "--data", data).code == 3
-    assert (data / "prepared/report.json").exists()
-
-
 def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
     rows = [csv("a/1.jpg"), *(f"b/{n}.jpg,100,50,x,2,1,7,6" for n in (1, 2))]
     data = dataset(tmp_path, "a/1.jpg b/1.jpg b/2.jpg", {"train.csv": "\n".join(rows)})

@@ -65,15 +65,6 @@ def test_a_supercategory_with_boxes_in_one_split_is_in_all(tmp_path: Path, split
     assert counts(root) == (5, 3)
 
 
-def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
-    root = exports.roboflow_coco(tmp_path / "export")
-    for name in ("b.png", "a.jpg", "notes.txt"):
-        (root / "valid" / name).write_bytes(b"")
-    train, val, _ = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
-    assert "left out" not in " ".join(train.notes)
-    assert val.notes[-1].endswith("2, such as valid/a.jpg")
-
-
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     root = exports.coco(tmp_path / "parts")
     for path in root.glob("annotations/*.json"):
