@@ -4,7 +4,6 @@ import shlex
 from typing import Any
 
 import pytest
-from conftest import Cli
 from launch import plans
 
 from ssdctl.config.sections import SlurmConfig
@@ -52,11 +51,3 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: 
     with pytest.raises(UsageError, match=rf"slurm\.time: {time} "):
         plan_for("cuda", 8, slurm={"time": time})
     assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
-
-
-def test_a_restart_keeps_a_checkpoint_that_is_named(cli: Cli) -> None:
-    """The run's own checkpoints come first, so no progress is lost (`--resume FILE`)."""
-    named = ["--resume=a.pt", "--set=train.resume=a.pt"]
-    for option in ["--seed=1", "--resume=never", "--set=train.resume=never", *named]:
-        text = cli("launch", "--cpus=2", "--launcher=slurm", option, "--dry-run").out
-        assert text.count("+=(--resume=auto)") == (0 if option in named else 2)
