@@ -1,5 +1,6 @@
-"""`ssdctl prepare` as users type it, and own datasets from the annotations to a score."""
+"""`ssdctl prepare` and `dataset export` as users type them, from the annotations to a score."""
 
+import io
 import json
 import signal
 import subprocess
@@ -91,3 +92,150 @@ main()
     assert process.returncode == 75, err
     assert "run the same command again" in err
     assert [p.name for p in (dataset / "prepared").iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, cli: Cli) -> Path:
+    """Return a prepared dataset with a crowd and a packed store."""
+    root = exports.coco(tmp_path / "parts", count=3)
+    path = root / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["iscrowd"] = 1
+    content["annotations"][1]["area"] = 123.0
+    path.write_text(json.dumps(content))
+    assert cli("prepare", "--data", root).code == 0
+    return root
+
+
+def test_coco_results_fit_an_export_too(crowded: Path, cli: Cli) -> None:
+    """It keeps the ids of images and categories, and areas as annotated."""
+    cli("dataset", "export", crowded, "--to", "coco", "--out", "out").expect(0)
+    content = json.loads((crowded / "annotations/instances_train.json").read_text())
+    exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
+    keys = ("image_id", "category_id", "area")
+    rows, expected = ([[a[k] for k in keys] for a in d["annotations"]] for d in (exported, content))
+    assert rows == expected
+    assert {i["id"] for i in exported["images"]} == {i["id"] for i in content["images"]}
+
+
+def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
+    cli("prepare", "--data", shapes, "--store", "small", "--shrink", 300).expect(0)
+    options = ("--store", "small", "--to", "coco", "--out", "out")
+    cli("dataset", "export", shapes, *options).expect(0, "--shrink")
+    exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
+    original = json.loads((shapes / "annotations/instances_train2017.json").read_text())
+    by_name = {i["file_name"]: i for i in original["images"]}
+    for image in exported["images"]:
+        with Image.open(Path("out/train2017") / image["file_name"]) as opened:
+            assert opened.size == (image["width"], image["height"])
+            assert min(opened.size) <= 300
+    first, image = exported["annotations"][0], exported["images"][0]
+    scale = image["width"] / by_name[image["file_name"]]["width"]
+    np.testing.assert_allclose(
+        first["bbox"], np.array(original["annotations"][0]["bbox"]) * scale, rtol=0.01
+    )
+
+
+def test_a_folder_with_files_is_not_changed(crowded: Path, cli: Cli) -> None:
+    Path("out").mkdir()
+    Path("out/mine.txt").write_text("x")
+    cli("dataset", "export", crowded, "--to", "yolo", "--out", "out").expect(2, "--out")
+    assert [p.name for p in Path("out").iterdir()] == ["mine.txt"]
+    cli("prepare", "--data", crowded, "--store", "out").expect(2, "mine.txt")
+    Path("out/mine.txt").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("out")
+        assert cli("dataset", "export", crowded, "--to", "yolo", "--out", ".").code == 0
+        assert Path("data.yaml").is_file()
+
+
+def test_the_next_command_reads_the_export(crowded: Path, cli: Cli) -> None:
+    for file in crowded.glob("annotations/*[nt].json"):
+        file.unlink()
+    for target in ("coco", "yolo"):
+        options = ("--store", "new", "--to", target, "--out", target)
+        result = cli("dataset", "export", crowded, *options)
+        assert result.code == 0, result.err
+        assert ("ssdctl prepare" in result.err) == (cli("prepare", "--data", target).code == 0)
+
+
+def test_labels_are_not_written_into_a_dataset(
+    crowded: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
+        result = cli(*command.split(), "--out", crowded / "images/new")
+        assert (result.code, "in the dataset" in result.err) == (2, True), result.err
+    labels = next(crowded.glob("annotations/*train.json")).rename("labels.json")
+    (crowded / "images/train").rename("images")
+    for out, code in (("train", 2), ("new", 0)):
+        result = cli("dataset", "export", labels, "--to", "yolo", "--out", out)
+        assert result.code == code, result.err
+    cli("prepare", "--data", "labels.json", "--no-pack").expect(0)
+    cli("prepare", "--data", "new", "--no-pack", "--store", "store").expect(0)
+    folder = Path.cwd()
+    monkeypatch.chdir("/")
+    for out, is_read in (("images/pred", True), ("new/train/a", True), ("pred", False)):
+        result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", folder / out)
+        assert ("in the dataset" in result.err) == is_read, result.err
+
+
+def test_predictions_are_written_where_no_dataset_reads_them(cli: Cli) -> None:
+    text = "names: [x]\ntrain: images/train"
+    labels = {"images/train/a.jpg": None, "labels/train/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(Path("data"), {"data.yaml": text, **labels})
+    exports.tree(Path("project"), {"data.yaml": f"path: ../data\n{text}"})
+    exports.tree(Path("broken"), {"dataset.toml": "["})
+    read, other = ("data/images/train/a", "data/runs/val"), ("data/runs/a", "project/a", "broken/a")
+    for out in (*read, *other):
+        result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", out)
+        assert ("in the dataset" in result.err) == (out in read), result.err
+
+
+def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
+    entry = {"width": 100, "height": 50, "id": 1, "file_name": "a.jpg"}
+    box = {"image_id": 1, "bbox": [1, 2, 30, 20], "area": 600, "iscrowd": 0}
+    names = ("bolt", "bolt", "bolt (id 2)")
+    content = {
+        "images": [entry],
+        "annotations": [{**box, "id": n, "category_id": n} for n in (1, 2, 3)],
+        "categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)],
+    }
+    exports.tree(Path("data"), {"train2017/a.jpg": None, "train.json": json.dumps(content)})
+    for target in ("coco", "yolo"):
+        cli("dataset", "export", "data", "--to", target, "--out", target).expect(0)
+    exported = json.loads(Path("coco/annotations/instances_train2017.json").read_text())
+    assert [c["name"] for c in exported["categories"]] == [*names]
+    assert [a["category_id"] for a in exported["annotations"]] == [1, 2, 3]
+    lines = Path("yolo/labels/train/a.txt").read_text().splitlines()
+    assert [line[0] for line in lines] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
+def test_names_in_two_forms_of_unicode_stay_apart(target: str, cli: Cli) -> None:
+    names = ("a/\u00e4", "b/a\u0308")
+    labels = {f"labels/{name}.txt": "0 .5 .5 .2 .4" for name in names}
+    exports.tree(Path("data"), {"classes.txt": "x", **labels})
+    exports.tree(Path("data"), {f"images/{name}.jpg": None for name in names})
+    cli("dataset", "export", "data", "--to", target, "--out", "out").expect(0)
+    cli("prepare", "--data", "out", "--no-pack", "--split", "0.5").expect(0)
+
+
+def test_a_parquet_dataset_for_hugging_face(crowded: Path, cli: Cli) -> None:
+    from pyarrow import parquet
+
+    assert cli("dataset", "export", crowded, "--to", "hf", "--out", "out").code == 0
+    tables = {path.stem.partition("-")[0]: parquet.read_table(path)
+              for path in Path("out/data").glob("*.parquet")}  # fmt: skip
+    assert {name: len(table) for name, table in tables.items()} == {
+        "train": 6, "validation": 6, "test": 6,
+    }  # fmt: skip
+    features = json.loads(tables["train"].schema.metadata[b"huggingface"])["info"]["features"]
+    assert features["image"]["_type"] == "Image"
+    assert json.dumps(list(exports.NAMES)) in json.dumps(features["objects"])
+    row = tables["train"].to_pylist()[0]
+    with Image.open(io.BytesIO(row["image"]["bytes"])) as opened:
+        assert opened.size == exports.SIZE
+    objects = exports.objects_of(0)
+    assert row["objects"]["category"] == [label for label, *_ in objects]
+    assert row["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
+    assert row["objects"]["is_crowd"] == [True, False]
