@@ -269,6 +269,9 @@ def check_summary(outcome: Outcome, truth: Truth) -> None:
         pictures = truth.get(report.split, {}).values()
         names = Counter(thing.name for picture in pictures for thing in picture.things)
         assert {c.name: c.boxes for c in report.per_class if c.boxes} == names
+        warned = " ".join(report.warnings)
+        absent = [c.name for c in report.per_class if c.name not in names]
+        assert (f"without a box: {', '.join(absent[:3])}" in warned) == bool(absent)
         shared = Counter(seen[p.gray] for p in pictures if p.gray in seen)
         assert {d.split: d.images for d in report.duplicates} == shared, "images in two splits"
         seen |= {picture.gray: report.split for picture in pictures}
