@@ -9,8 +9,8 @@ temporary folder next to its destination (`.NAME.unpacking`), CRCs are checked w
 only then are the top-level folders renamed to the destination. Hashes are pinned, but a manifest,
 and so the archive that it pins, may be hostile.
 
-A file of the same name with another content, which no download wrote, may be a label file that the
-user corrected: it is kept as NAME.replaced.
+A file of the same name with another content may be a label file that the user corrected: it is
+kept as NAME.replaced. No other file is removed except the archives themselves.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def download(
             results.append({**result, "state": state, "files": len(record.entries)})
         else:
             before = _modified_ns(safe_join(dest, file.name))
-            path = get(file, set_aside=partial(_set_aside, dest, [file.name]))
+            path = get(file)
             is_present = _modified_ns(path) == before
             results.append({**result, "state": "present" if is_present else "fetched"})
     return results
@@ -155,6 +155,7 @@ def _get_archive(
         return record, "present"  # without a lock: the disk is read-only
     with claim(record_path):
         record, state = _whole_record(dest, file), "present"
+        archive = safe_join(dest, file.name)
         if record is None:
             archives = [f for f in files if f.unpack]
             owners = {f.name: (f.name, None) for f in archives} | {
@@ -164,18 +165,14 @@ def _get_archive(
                 for entry in record.entries
             }
             entries = unpack(
-                get(file),
-                dest,
-                num_files=file.num_files,
-                owners=owners,
-                known=_of_earlier_version(dest, file, files),
-                progress=progress,
+                get(file), dest, num_files=file.num_files, owners=owners, progress=progress
             )
+            _report_left(record_path, entries)
             os.sync()  # 118,287 files: one call, before the record that lists them
             record, state = Record(file.name, file.sha256, entries), "fetched"
             write_bytes(record_path, msgspec.json.encode(record))
-        if not keep_archives:  # also what a run left that died between unpacking and here
-            archive = safe_join(dest, file.name)
+        # A run that died between unpacking and here left the archive.
+        if not keep_archives and (state == "fetched" or is_whole(archive, file, progress)):
             archive.unlink(missing_ok=True)
             partial_path(archive).unlink(missing_ok=True)
     return record, state
@@ -250,10 +247,9 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
     return safe_join(dest / RECORDS_DIR, file.name + ".json")
 
 
-def _read_record(dest: Path, file: PinnedFile, *, any_version: bool = False) -> Record | None:
+def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     record = _read_record_file(_record_path(dest, file))
-    is_wanted = record is not None and (any_version or record.sha256 == file.sha256)
-    return record if is_wanted else None
+    return record if record is not None and record.sha256 == file.sha256 else None
 
 
 def _read_record_file(path: Path) -> Record | None:
@@ -264,16 +260,16 @@ def _read_record_file(path: Path) -> Record | None:
         return None
 
 
-def _of_earlier_version(dest: Path, file: PinnedFile, files: Sequence[PinnedFile]) -> list[Entry]:
-    """Return what an earlier version of an archive held and nothing else holds or is."""
-    own = _read_record(dest, file, any_version=True)
-    if own is None:
-        return []
-    paths = {f.name for f in files}
-    for path in (dest / RECORDS_DIR).glob("*.json"):
-        if path != _record_path(dest, file) and (record := _read_record_file(path)) is not None:
-            paths.update(entry.path for entry in record.entries)
-    return [entry for entry in own.entries if entry.path not in paths]
+def _report_left(record_path: Path, entries: list[Entry]) -> None:
+    """Log which files of an earlier version of an archive are not in the new one."""
+    earlier = _read_record_file(record_path)
+    if earlier and (left := {e.path for e in earlier.entries} - {e.path for e in entries}):
+        log.warning(
+            "%s: this version lacks %s of the earlier one, left in place, such as %s",
+            earlier.name,
+            counted(len(left), "file"),
+            min(left),
+        )
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
@@ -305,13 +301,12 @@ def unpack(
     *,
     num_files: int | None = None,
     owners: Mapping[str, tuple[str, Entry | None]] = {},
-    known: Sequence[Entry] = (),
     progress: Progress,
 ) -> list[Entry]:
     """Unpack `archive` into `dest`. The caller holds a lock.
 
     `owners` are the files that belong to other archives: path -> its archive, and what it is.
-    `known` are files of an earlier version, which are replaced or removed; others are set aside.
+    Files with other contents than in the archive are set aside.
 
     Raises:
         IntegrityError: It is cut, broken, unsafe, too large for its size, has another number of
@@ -329,42 +324,16 @@ def unpack(
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
             _extract(opened, infos, temporary, partial(progress, f"unpacking {archive.name}"))
-        record = Record(archive.name, "", [_entry(info) for info in infos if not info.is_dir()])
+        entries = [_entry(info) for info in infos if not info.is_dir()]
+        present = [e for e in entries if safe_join(dest, e.path).is_file()]
         with disk_errors(dest, "writing"):
-            _set_aside(dest, _others(dest, record, known, progress))
+            _set_aside(dest, _differing(dest, Record(archive.name, "", present), progress))
             _publish(temporary, dest)
-            _remove_stale(dest, record, known, progress)
     except BROKEN_ZIP as error:
         raise _broken(archive, temporary, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return [_entry(info) for info in infos if not info.is_dir()]
-
-
-def _others(dest: Path, record: Record, known: Sequence[Entry], progress: Progress) -> list[str]:
-    """Return the paths of files that are neither those of an archive nor of an earlier version."""
-    _, others = _compared(dest, record.entries, record.name, progress)
-    unchanged, _ = _compared(dest, [e for e in known if e.path in others], record.name, progress)
-    return sorted(others - unchanged)
-
-
-def _remove_stale(dest: Path, record: Record, known: Sequence[Entry], progress: Progress) -> None:
-    """Remove files of an earlier version that an archive lacks; changed ones are set aside."""
-    paths = {entry.path for entry in record.entries}
-    stale = [entry for entry in known if entry.path not in paths]
-    unchanged, changed = _compared(dest, stale, record.name, progress)
-    _set_aside(dest, sorted(changed))
-    for path in unchanged:
-        safe_join(dest, path).unlink()
-
-
-def _compared(
-    dest: Path, entries: Sequence[Entry], name: str, progress: Progress
-) -> tuple[set[str], set[str]]:
-    """Return the paths of files that are there as an archive has them, and of those that differ."""
-    there = [e for e in entries if _modified_ns(safe_join(dest, e.path)) is not None]
-    differing = set(_differing(dest, Record(name, "", there), progress))
-    return {entry.path for entry in there} - differing, differing
+    return entries
 
 
 def _set_aside(dest: Path, paths: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,19 @@ from ssdctl.download.http import MIRROR, NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import DetectorSource, PinnedFile
 from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import free_bytes, lock, numbered, safe_join, write_text
+from ssdctl.files import (
+    disk_errors,
+    free_bytes,
+    lock,
+    numbered,
+    safe_join,
+    set_aside,
+    write_text,
+)
 from ssdctl.runtime.safe_text import redact_url
 from ssdctl.runtime.system import expand_home, user_temporary_dir
 
+log = logging.getLogger(__name__)
 WEIGHTS_CONNECTIONS = 4
 HASH_BYTES = 1024 * 1024
 SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
@@ -49,12 +58,11 @@ def fetch(
     connections: int = 8,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
     progress: Progress = no_progress,
-    set_aside: Callable[[], None] = lambda: None,
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
 
     `mirror` is a base URL to fetch from instead. Several connections are used if the server
-    supports ranges. `set_aside` is called before a complete download replaces another file.
+    supports ranges. Another file of that name is kept as NAME.replaced.
 
     Raises:
         NetworkError: No answer, a refusal, a stall. The received bytes are kept for the next call.
@@ -73,7 +81,7 @@ def fetch(
             return target
         for url in urls:
             try:
-                _fetch_from(url, file, target, connections, retry_policy, progress, set_aside)
+                _fetch_from(url, file, target, connections, retry_policy, progress)
                 return target
             except NotFound as error:
                 absent = error
@@ -124,11 +132,13 @@ def remember_checksum(path: Path) -> str:
 
     Raises:
         IntegrityError: Another one is written there already.
-        DiskError: The folder cannot be written.
     """
     record, digest = checksum_path(path), sha256_of(path, "")
     if not record.is_file():
-        write_text(record, f"{digest}  {path.name}\n")
+        try:
+            write_text(record, f"{digest}  {path.name}\n")
+        except DiskError as error:  # a read-only cache
+            log.warning("later changes of %s will not be noticed: %s", path, error)
         return digest
     with record.open(encoding="utf-8", errors="replace") as file:
         recorded = file.read(len(digest))
@@ -154,7 +164,8 @@ def corrupt_path(target: Path, num_bytes: int, sha256: str) -> Path:
 
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
     """Hold an exclusive lock on the download of `target`, in this and other processes."""
-    return lock(_lock_path(target), is_temporary=True)
+    message = f"waiting for another download ({target})"
+    return lock(_lock_path(target), message, is_temporary=True)
 
 
 def _lock_path(target: Path) -> Path:
@@ -216,7 +227,6 @@ def _fetch_from(
     connections: int,
     policy: RetryPolicy,
     progress: Progress,
-    set_aside: Callable[[], None],
 ) -> None:
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
@@ -227,7 +237,9 @@ def _fetch_from(
             digest = sha256_of(partial.path, f"verifying {file.name}", progress, num_bytes)
             if digest.startswith(file.sha256):
                 if target.is_file():
-                    set_aside()
+                    with disk_errors(target, "renaming"):
+                        kept = set_aside(target)
+                    log.warning("%s is not the pinned file: it is kept as %s", target, kept.name)
                 partial.publish(target)
                 return
             if not partial.inherited:

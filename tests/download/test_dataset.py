@@ -61,21 +61,27 @@ def test_archives_are_unpacked_and_only_what_is_missing_is_fetched(
     assert set(content(tmp_path)) == set(WANTED) | {"images.zip"}
 
 
-def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path) -> None:
-    gone = {"gone.txt": b"x", "corrected.txt": b"x", "plain.txt": b"x", "other.txt": b"x"}
-    plain, other = (
-        pinned(server, "plain.txt", b"x"),
-        pinned(server, "o.zip", zipped({"other.txt": b"x"}), unpack=True),
-    )
+def test_another_version_of_an_archive_removes_nothing(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = {"gone.txt": b"x"}
     download([pinned(server, "notes.zip", zipped(NOTES | gone), unpack=True)], tmp_path)
-    download([other], tmp_path)
-    (tmp_path / "corrected.txt").write_bytes(b"mine")
-    changed_notes = {name: content + b"more" for name, content in NOTES.items()}
-    newer = pinned(server, "notes.zip", zipped(changed_notes), unpack=True)
+    newer = pinned(server, "notes.zip", zipped(dict.fromkeys(NOTES, b"more")), unpack=True)
     assert states(list_files([newer], tmp_path, None)) == ["missing"]
-    assert states(download([plain, newer], tmp_path)) == ["present", "fetched"]
-    kept = {"corrected.txt.replaced": b"mine", "plain.txt": b"x", "other.txt": b"x"}
-    assert content(tmp_path) == changed_notes | kept
+    assert states(download([newer], tmp_path)) == ["fetched"]
+    kept = {f"{name}.replaced": data for name, data in NOTES.items()}
+    assert content(tmp_path) == dict.fromkeys(NOTES, b"more") | kept | gone
+    assert "lacks 1 file of the earlier one" in caplog.text
+
+
+def test_a_file_of_the_user_with_an_archives_name_is_kept(
+    files: list[PinnedFile], tmp_path: Path
+) -> None:
+    for name in ("images.zip.replaced", "images.zip"):  # not unpacked yet, and unpacked
+        (tmp_path / "images.zip").write_bytes(b"mine")
+        download(files[:1], tmp_path)
+        assert content(tmp_path).pop(name) == b"mine"
+    assert list_files(files[:1], tmp_path, None)[0]["state"] == "present"
 
 
 def test_an_archive_counts_as_unpacked_once_its_content_is_on_the_disk(

@@ -68,6 +68,9 @@ def test_a_name_is_fetched_recorded_and_exported(
     export(cli).expect(5, f"{cached}.corrupt")
     assert not recorded.exists()
     published.route(f"/files/{cached.name}", file(nvidia_file.read_bytes()))
+    recorded.mkdir()  # it cannot be written, as in a read-only cache
+    export(cli).expect(0, "later changes of")
+    recorded.rmdir()
     result = export(cli).expect(0)
     digest = sha256_of(cached)
     assert digest in result.err  # named at the first use
