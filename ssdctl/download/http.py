@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -21,8 +19,8 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from ssdctl._version import __version__
-from ssdctl.errors import IntegrityError, NetworkError, SsdctlError
-from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
+from ssdctl.errors import NetworkError
+from ssdctl.runtime.safe_text import redact_url, redact_urls
 from ssdctl.runtime.system import run_in_daemon_thread
 
 MAX_REDIRECTS = 10
@@ -57,32 +55,8 @@ class TemporaryFailure(NetworkError):  # noqa: N818 - it is tried again
     is_connect = False  # no connection could be made
 
 
-_thread = threading.local()  # is_sending: whether it is sending a request of this module
-
-
-class _WithoutQueries(logging.Filter):
-    """Hides the queries of our URLs in urllib3's messages, which any program's handlers may get."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if getattr(_thread, "is_sending", False):
-            message = re.sub(r"\?[^\s'\")]+", f"?{HIDDEN}", record.getMessage())
-            record.msg, record.args = redact_urls(message), ()
-        return True
-
-
-for _name in ("connection", "connectionpool"):
-    logging.getLogger(f"urllib3.{_name}").addFilter(_WithoutQueries())
-
-
 class _Session(requests.Session):
     """Refuses redirects from HTTPS to HTTP."""
-
-    def request(self, *what: Any, **how: Any) -> requests.Response:
-        _thread.is_sending = True
-        try:
-            return super().request(*what, **how)
-        finally:
-            _thread.is_sending = False
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         try:
@@ -129,11 +103,15 @@ def retry(
 
 
 def get(
-    session: requests.Session, url: str, wanted: range | None, policy: RetryPolicy
+    session: requests.Session,
+    url: str,
+    wanted: range | None,
+    policy: RetryPolicy,
+    num_bytes: int | None = None,
 ) -> requests.Response:
-    """Request `wanted` bytes (None: all); the body is not read yet.
+    """Request `wanted` bytes (None: all) of a file of `num_bytes`; the body is not read yet.
 
-    NetworkError: the server refuses, or cannot be reached. IntegrityError: it sends a web page.
+    NetworkError: the server refuses, cannot be reached, or sends a web page of another size.
     """
     try:
         reply = session.get(
@@ -144,7 +122,7 @@ def get(
         )
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         raise _request_error(error, url) from error
-    if (problem := _refusal(reply, url)) is not None:
+    if (problem := _refusal(reply, url, num_bytes)) is not None:
         reply.close()
         raise problem
     return reply
@@ -196,7 +174,7 @@ def length_and_range(reply: requests.Response) -> tuple[int | None, range | None
     return None if total == "*" else int(total), span
 
 
-def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
+def _refusal(reply: requests.Response, url: str, num_bytes: int | None) -> NetworkError | None:
     """Return the reason to refuse a response; None if it has the file or a part of it."""
     status = reply.status_code
     message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
@@ -211,9 +189,9 @@ def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
         return NetworkError(message, hint=f"try again later, or try {MIRROR}")
     kind = reply.headers.get("Content-Type", "")
     is_page = kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml")
-    if status == 416 or not is_page:
+    if status == 416 or not is_page or (num_bytes and length_and_range(reply)[0] == num_bytes):
         return None
-    return IntegrityError(
+    return NotFound(
         f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with the "
         "file",
         hint=f"perhaps a login page of the network: open the URL in a browser, or try {MIRROR}",

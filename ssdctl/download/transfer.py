@@ -1,7 +1,8 @@
 """Transfer one file over HTTP: Range requests of several connections, written in place.
 
 One worker starts. Once the server has answered with the requested range, the others start; a server
-that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread watches
+that ignores ranges keeps the one worker. A worker that fails while others are at work ends, because
+the server may limit connections. Workers are daemon threads: the caller's thread watches
 them, so that even a name look-up that never returns ends at the deadline.
 
 `.NAME.ssdctl-part` survives kill -9. It has all bytes of the file from the start (sparse), and
@@ -112,6 +113,13 @@ class PartialFile:
                 self._taken.add(piece)
                 return piece
         return None
+
+    def give_back(self, piece: Piece) -> bool:
+        """Leave a piece to the other connections; return False if none of them is at work."""
+        if not any(other in self._taken for other in self.missing if other is not piece):
+            return False
+        self._taken.discard(piece)
+        return True
 
     def widen(self, piece: Piece) -> None:
         """Make the piece the whole file: the server sends all of it."""
@@ -269,7 +277,15 @@ class _Attempt:
         with contextlib.suppress(_Halted):
             while (piece := self._take()) is not None:
                 while piece.missing:
-                    retry(functools.partial(self._request, piece), self.policy, self._pause)
+                    before = self.received_bytes
+                    try:
+                        retry(functools.partial(self._request, piece), self.policy, self._pause)
+                    except NetworkError:  # perhaps the server limits connections
+                        with self.lock:
+                            if self.partial.give_back(piece):
+                                return
+                            if self.received_bytes == before:
+                                raise
 
     def _take(self) -> Piece | None:
         with self.lock:
@@ -286,7 +302,8 @@ class _Attempt:
 
     def _request(self, piece: Piece) -> None:
         wanted, problem = piece.missing, "the server closed the connection without a byte"
-        reply = get(self.session, self.url, wanted if self.ranges else None, self.policy)
+        asked = wanted if self.ranges else None
+        reply = get(self.session, self.url, asked, self.policy, self.partial.num_bytes)
         with reply:
             span = self._accepted(reply, piece, wanted)
             before = piece.start
