@@ -77,6 +77,7 @@ CROWD_SHARE = 0.05  # images with a crowd
 JPEG_QUALITY = 90
 DESCRIPTION = "ssdctl's embedded shapes dataset"
 MAX_ANNOTATION_BYTES = 1 << 28
+CRCS = "image_crc32"
 
 
 def generate(
@@ -92,8 +93,8 @@ def generate(
 
     A split that is complete is not drawn again. Its annotation file is without images until all
     are drawn. The same seed gives the same bytes, with the same numpy and Pillow. Annotations that
-    the user changed, and images that the user added, are kept as NAME.replaced. Returns whether
-    anything was drawn.
+    the user changed, and images that the user changed or added, are kept as NAME.replaced. Returns
+    whether anything was drawn.
 
     Raises:
         UsageError: The folder has annotations or images of others.
@@ -108,8 +109,8 @@ def generate(
         if _is_complete(annotations, info, folder, names):
             continue
         is_drawn = True
-        num_own = _set_aside_changed(annotations)
-        started = {"info": {"description": DESCRIPTION, "images": num_own}}  # not other labels
+        own_crcs = _set_aside_changed(annotations)
+        started = {"info": {"description": DESCRIPTION, CRCS: own_crcs}}  # not other labels
         write_bytes(annotations, msgspec.json.encode(started))
 
         def draw(
@@ -117,28 +118,35 @@ def generate(
             split: str = split,
             folder: Path = folder,
             names: list[str] = names,
-            num_own: int = num_own,
-        ) -> LabeledImage:
+            own_crcs: list[int] = own_crcs,
+        ) -> tuple[LabeledImage, int]:
             image, boxes = draw_image(seed, split, index, style)
-            path = folder / names[index]
             content = encode(image, "JPEG", quality=JPEG_QUALITY)
-            # Published by the annotations, so there is no fsync for each.
-            with disk_errors(folder, "writing"):
-                if index >= num_own and path.is_file() and path.read_bytes() != content:
-                    set_aside(path)
-                with open(path, "wb", opener=no_follow) as file:
-                    file.write(content)
-            return LabeledImage(names[index], image.shape[1], image.shape[0], boxes)
+            crc = _write_image(folder / names[index], content, own_crcs[index : index + 1])
+            return LabeledImage(names[index], image.shape[1], image.shape[0], boxes), crc
 
         with ThreadPoolExecutor() as pool:
             drawn = pool.map(draw, range(count))
-            images = list(progress(drawn, total=count, label=f"drawing {split}", unit="img"))
+            done = list(progress(drawn, total=count, label=f"drawing {split}", unit="img"))
         classes = [ClassName(c.category_id, c.name) for c in STYLES[style].classes]
+        images, crcs = [image for image, _ in done], [crc for _, crc in done]
         labels = annotations_of_split(images, [c.name for c in classes], folder, annotations)
         document = document_of(labels._replace(classes=classes), info)
-        document["info"] = {**info, "crc32": _checksum(document)}
+        document["info"] = {**info, "crc32": _checksum(document), CRCS: crcs}
         write_bytes(annotations, msgspec.json.encode(document))
     return is_drawn
+
+
+def _write_image(path: Path, content: bytes, own_crc: Sequence[int]) -> int:
+    """Write an image, and keep one that is not ours as NAME.replaced; return the CRC-32."""
+    crc = zlib.crc32(content)
+    # Published by the annotations, so there is no fsync for each.
+    with disk_errors(path.parent, "writing"):
+        if path.is_file() and zlib.crc32(path.read_bytes()) not in (crc, *own_crc):
+            set_aside(path)
+        with open(path, "wb", opener=no_follow) as file:
+            file.write(content)
+    return crc
 
 
 def refuse_others(dest: Path) -> None:
@@ -170,25 +178,25 @@ def _checksum(document: dict[str, Any]) -> int:
     return zlib.crc32(msgspec.json.encode({**document, "info": None}))
 
 
-def _set_aside_changed(annotations: Path) -> int:
-    """Keep changed annotations under another name; return how many images were drawn at least."""
+def _set_aside_changed(annotations: Path) -> list[int]:
+    """Keep changed annotations under another name; return the CRC-32 of each image as drawn."""
     document = _read(annotations) if annotations.exists() else {}
     if "images" in document and document["info"].get("crc32") != _checksum(document):
         with disk_errors(annotations, "renaming"):
             kept = set_aside(annotations)
         log.warning("%s was changed: it is kept as %s", annotations, kept.name)
-    count = document.get("info", {}).get("images")
-    return count if isinstance(count, int) else 0
+    crcs = document.get("info", {}).get(CRCS)
+    return crcs if isinstance(crcs, list) else []
 
 
 def _is_complete(
     annotations: Path, info: dict[str, Any], folder: Path, names: Sequence[str]
 ) -> bool:
     try:
-        is_same = {**_read(annotations)["info"], "crc32": None} == {**info, "crc32": None}
+        is_same = info.items() <= _read(annotations)["info"].items()
         with os.scandir(folder) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries}
-    except (OSError, *DECODE_ERRORS, KeyError, TypeError):
+    except (OSError, *DECODE_ERRORS, KeyError, TypeError, AttributeError):
         return False
     return is_same and all(sizes.get(name) for name in names)
 

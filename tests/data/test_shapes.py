@@ -77,13 +77,16 @@ def test_changed_labels_are_kept(tmp_path: Path) -> None:
     document = json.loads(path.read_bytes())
     document["annotations"][0]["bbox"][0] += 1
     path.write_text(json.dumps(document))
-    added = tmp_path / "train2017/000000000003.jpg"
-    added.write_bytes(b"mine")
+    changed, added = (tmp_path / f"train2017/00000000000{n}.jpg" for n in (1, 3))
+    for image in (changed, added):
+        image.write_bytes(b"mine")
     for num_train, num_val in ((2, 1), (3, 2)):  # complete, then drawn again
         generate(tmp_path, num_train=num_train, num_val=num_val)
     replaced = path.with_name(f"{path.name}.replaced")
     assert json.loads(replaced.read_bytes()) == document
-    assert added.with_name(f"{added.name}.replaced").read_bytes() == b"mine"
+    for image in (changed, added):
+        assert image.with_name(f"{image.name}.replaced").read_bytes() == b"mine"
+    assert len(list(added.parent.iterdir())) == 5
     assert len(list(path.parent.iterdir())) == 3
 
 
