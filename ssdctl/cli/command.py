@@ -209,18 +209,26 @@ def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
 
 @contextlib.contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """End the block with exit code 75 on Ctrl-C and SIGTERM; `kept` says what remains."""
+    """End the block with exit code 75 on Ctrl-C, SIGTERM and SIGHUP; `kept` says what remains.
+
+    Under nohup SIGHUP stays ignored.
+    """
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {kept}", hint="run the same command again to continue") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_after(error: BaseException, console: Console, written: object = None) -> NoReturn:

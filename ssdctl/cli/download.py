@@ -353,7 +353,7 @@ def models(call: Call) -> None:
 
 @contextlib.contextmanager
 def fetching(console: Console, names: Sequence[str] = ()) -> Iterator[Progress]:
-    """Yield a progress display for work that Ctrl-C and SIGTERM stop with exit code 75.
+    """Yield a progress display for work that Ctrl-C and signals stop with exit code 75.
 
     Args:
         console: The output of the command.

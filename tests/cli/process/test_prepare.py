@@ -66,7 +66,7 @@ def test_preview_shows_annotated_and_augmented_images(dataset: Path, cli: Cli) -
     assert np.abs(tiles[1] - tiles[2]).mean() > 1  # each epoch has its own colors
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_75(dataset: Path, sent: signal.Signals) -> None:
     program = """
 import time
