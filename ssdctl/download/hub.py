@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ssdctl.download.fetch import sha256_of
-from ssdctl.download.http import describe_error
+from ssdctl.download.http import TEMPORARY, describe_error
 from ssdctl.errors import (
     DiskError,
     IntegrityError,
@@ -163,7 +163,7 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
 def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
     if isinstance(error, hub.errors.HfHubHTTPError):
         status = _status(error)
-        return status is not None and status >= 500
+        return status is not None and (status in (*TEMPORARY, 407) or status >= 500)
     return isinstance(error, (hub.errors.HTTPError, OSError))
 
 
