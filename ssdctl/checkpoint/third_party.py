@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from torch import Tensor
@@ -88,10 +88,7 @@ class _Facts(msgspec.Struct):
 
 def source_of(payload: Any) -> str | None:
     """Return the system that wrote a checkpoint: `mlperf`, `nvidia`, `torchvision` or None."""
-    state = state_of(payload)
-    if state is None:
-        return None
-    names = [WRAPPERS.sub("", str(name)) for name in state]
+    names = state_of(payload)
     for system in PREFIXES:
         prefix = next(iter(PREFIXES[system]))
         if any(name.startswith(prefix) for name in names):
@@ -138,7 +135,7 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
     weights = state_of(payload)
     if not is_state(weights):
         raise IntegrityError(f"{path}: looks like {system}'s, but its weights are not tensors")
-    state = from_third_party(cast(Mapping[str, Tensor], weights), system)
+    state = from_third_party(weights, system)
     backbone = backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
@@ -169,20 +166,17 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
     )
 
 
-def state_of(payload: Any) -> Mapping[Any, Any] | None:
-    """Return the weights of a third-party file: its `model`, or the file itself (torchvision's)."""
-    if not isinstance(payload, Mapping):
-        return None
-    if isinstance(payload.get("model"), Mapping):
-        model: Mapping[Any, Any] = payload["model"]
-        return model
-    names = {WRAPPERS.sub("", str(name)) for name in payload}
-    return payload if "backbone.scale_weight" in names else None
+def state_of(payload: Any) -> dict[str, Any]:
+    """Return the weights in a third-party file: its `model` or `state_dict`, or the file itself."""
+    own = payload if isinstance(payload, Mapping) else {}
+    inner = (own.get("model"), own.get("state_dict"))
+    state = next((item for item in inner if isinstance(item, Mapping)), own)
+    return {WRAPPERS.sub("", str(name)): value for name, value in state.items()}
 
 
 def from_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:
     """Return third-party weights under ssdctl's names; unknown names are kept and refused later."""
-    named = {_renamed(WRAPPERS.sub("", k), PREFIXES[system]): v for k, v in state.items()}
+    named = {_renamed(k, PREFIXES[system]): v for k, v in state.items()}
     return _with_class_major_heads(named) if system == "torchvision" else named
 
 

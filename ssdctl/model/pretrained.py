@@ -28,12 +28,13 @@ from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
 FILE_NAME = re.compile(r"/|\.(pt|pth|bin|safetensors|npz|h5|ckpt.*|index|meta|data-\S+)$")
-HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
+HASHED_NAME = re.compile(r"-(?!\d{8})([0-9a-f]{8})\.pth$")  # as PyTorch names its files; no date
 
 
 class Weights(NamedTuple):
     """Pinned weights of a backbone."""
 
+    backbone: str
     alias: str  # BACKBONE-KEY, such as resnet34-imagenet-v1
     file: PinnedFile
 
@@ -62,7 +63,7 @@ def built_in_weights() -> list[Weights]:
 
 
 def _weights(backbone: str, file: BackboneFile) -> list[Weights]:
-    return [Weights(f"{backbone}-{key}", pinned) for key, pinned in file.WEIGHTS.items()]
+    return [Weights(backbone, f"{backbone}-{key}", pinned) for key, pinned in file.WEIGHTS.items()]
 
 
 def weights_named(name: str) -> Weights:

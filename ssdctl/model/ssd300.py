@@ -41,6 +41,7 @@ from ssdctl.checkpoint.format import (
     compare_shapes,
     is_state,
 )
+from ssdctl.checkpoint.third_party import has_own_weights, state_of
 from ssdctl.config.call import hints_in_messages, public_call
 from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
@@ -468,11 +469,13 @@ def load_backbone(model: SSD300, path: Path) -> None:
     Raises:
         IntegrityError: The file is damaged, or contains another network.
     """
-    state = read_payload(path)
-    if not is_state(state):
+    payload = read_payload(path)
+    state = state_of(payload)
+    if not is_state(state) or not state or has_own_weights(payload):
         raise IntegrityError(
-            f"{path}: not backbone weights: not a state dict",
-            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+            f"{path}: not backbone weights",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list); "
+            "--init takes a whole detector",
         )
     plugin = plugins.find(BACKBONES, model.architecture.backbone)
     with contextlib.nullcontext() if plugin is None else plugin.errors("pretrained_parts()"):

@@ -39,11 +39,11 @@ def test_a_run_means_its_best_checkpoint_or_else_its_last(tmp_path: Path) -> Non
 def test_a_backbone_without_the_hash_of_its_name(cli: Callable[..., Any], tmp_path: Path) -> None:
     content = b"weights"
     digits = hashlib.sha256(content).hexdigest()[:8]
-    for name, code in ((digits, 0), ("01234567", 5), ("mine", 0)):
+    for name, code in ((digits, 0), ("0123456f", 5), ("20240131", 0)):
         path = tmp_path / f"resnet34-{name}.pth"
         path.write_bytes(content)
         result = cli("train", "--dry-run", "--fake-data", "--backbone-weights", path).expect(code)
         assert (digits in result.err) == (code == 5)
-    path = tmp_path / "resnet34-01234567.pth"
+    path = tmp_path / "resnet34-0123456f.pth"
     run = ("--fake-data", "--device", "cpu", "--out", tmp_path / "run", "--backbone-weights", path)
     cli("train", *run).expect(5, digits)

@@ -22,7 +22,7 @@ def test_a_checkpoint_is_plain_and_read_back(checkpoint: Path) -> None:
     read = load_checkpoint(checkpoint)
     for name, tensor in load_network(read).state_dict().items():
         assert torch.equal(tensor, read.model[name])
-    with pytest.raises(IntegrityError, match="not a state dict"):
+    with pytest.raises(IntegrityError, match="not backbone weights"):
         load_backbone(SSD300("tiny", 3, "none"), checkpoint)
 
 
@@ -41,6 +41,14 @@ def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:
         path.write_bytes(spoiled)
         with pytest.raises(IntegrityError):
             load_checkpoint(path)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_backbone_weights_of_training_scripts(tmp_path: Path, key: str) -> None:
+    state, path = SSD300("tiny", 3, "none").backbone.state_dict(), tmp_path / "x.pth"
+    torch.save({key: {f"module.{k}": v for k, v in state.items()}, "epoch": 1}, path)
+    load_backbone(model := SSD300("tiny", 3, "none"), path)
+    assert all(torch.equal(v, state[k]) for k, v in model.backbone.state_dict().items())
 
 
 @pytest.mark.slow(in_ci=True)

@@ -10,7 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.train import train_flops
 from ssdctl.checkpoint.format import Architecture
-from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_of, to_third_party
+from ssdctl.checkpoint.third_party import (
+    backbone_of,
+    from_third_party,
+    source_of,
+    state_of,
+    to_third_party,
+)
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.ssd300 import SSD300
@@ -174,14 +180,14 @@ def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
     assert backbone_of(from_third_party(state, peer)) == backbone
 
 
-@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
+@pytest.mark.parametrize(("key", "prefix"), [("model", ""), ("state_dict", "module._orig_mod.")])
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
-def test_third_party_round_trip_is_exact(peer: str, prefix: str) -> None:
+def test_third_party_round_trip_is_exact(peer: str, key: str, prefix: str) -> None:
     torch.manual_seed(1)
     actual = SSD300("resnet18", 4, NORM[peer]).state_dict()
     expected = {prefix + name: tensor for name, tensor in to_third_party(actual, peer).items()}
-    assert source_of({"model": expected}) == peer
-    back = from_third_party(expected, peer)
+    assert source_of({key: expected}) == peer
+    back = from_third_party(state_of({key: expected}), peer)
     assert list(back) == list(actual)
     assert all(torch.equal(back[name], tensor) for name, tensor in actual.items())
     SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
