@@ -133,7 +133,8 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
         for row in results
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
-    commands = [] if config.manifest else [f"ssdctl prepare --data {quoted(dest)}"]
+    is_selection = config.manifest or config.part
+    commands = [] if is_selection else [f"ssdctl prepare --data {quoted(dest)}"]
     call.console.closing([("wrote", f"{dest} ({len(results)} archives or files)")], commands)
 
 
@@ -234,7 +235,7 @@ def fetch_weights(
         return
     from ssdctl.download.fetch import fetch_detector
     from ssdctl.download.pinned_files import find_detector
-    from ssdctl.model.pretrained import fetch_weights
+    from ssdctl.model.pretrained import fetch_weights, weights_named
 
     problem = f"{name}: is a path or a URL, not the name of weights"
     if not name:
@@ -250,19 +251,17 @@ def fetch_weights(
         path = fetch(dest, mirror=config.mirror, retry_policy=policy, progress=progress)
     num_bytes = path.stat().st_size
     data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
-    data |= _facts_of_weights(name) if detector is None else _checked_facts(detector, path, dest)
-    command = f"ssdctl train --data DIR --backbone-weights {name}"
-    if detector is not None:
-        command = f"ssdctl predict {name} photo.jpg --out drawn"
+    shown = name if dest is None else quoted(path)
+    if detector is None:
+        weights = weights_named(name)
+        data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
+        command = f"ssdctl train --data DIR --backbone-weights {shown}"
+        command += f" --backbone {weights.backbone}"
+    else:
+        data |= _checked_facts(detector, path, dest)
+        command = f"ssdctl predict {shown} photo.jpg --out drawn"
     call.console.result(data, str(path))
     call.console.closing([("weights", f"{name}, {num_bytes / 1e6:,.0f} MB, verified")], [command])
-
-
-def _facts_of_weights(name: str) -> dict[str, object]:
-    from ssdctl.model.pretrained import weights_named
-
-    weights = weights_named(name)
-    return {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
 
 
 def _checked_facts(detector: DetectorSource, path: Path, dest: Path | None) -> dict[str, object]:

@@ -17,6 +17,7 @@ from conftest import Cli
 from download.http_server import Server, file
 from download.zips import tree, zipped
 
+from ssdctl.download import pinned_files
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.model.backbones.resnet import resnet34, tiny
 
@@ -43,7 +44,9 @@ def answer(cli: Cli, *arguments: str) -> Any:
     return json.loads(out)
 
 
-def test_a_manifest_is_fetched_and_unpacked(server: Server, cli: Cli) -> None:
+def test_a_manifest_is_fetched_and_unpacked(
+    server: Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
     result = answer(cli, "--dest", "data", "--manifest", file_list, "--connections", "2")
     assert result["dest"] == "data"
@@ -53,6 +56,11 @@ def test_a_manifest_is_fetched_and_unpacked(server: Server, cli: Cli) -> None:
     assert answer(cli, "--dest", "data", "--manifest", file_list)["files"][0]["files"] == 30
     code, out, _ = cli("download", "--dest", "data", "--manifest", file_list, "-q")
     assert (code, out) == (0, "val.zip: present, 30 files\n")
+    monkeypatch.setitem(
+        pinned_files.COCO2017, "val", pinned_files.read_manifest(Path(file_list))[0]
+    )
+    result = cli("download", "--dest", "data", "--part", "val").expect(0)
+    assert "prepare" not in result.err  # there are no labels
 
 
 def test_archives_are_kept_if_requested_and_come_from_a_mirror(server: Server, cli: Cli) -> None:
@@ -167,10 +175,12 @@ def test_weights_by_name_or_config(cache: Path, cli: Cli, monkeypatch: pytest.Mo
     assert set(paths().values()) == {None}
     path = cache / f"{STEM}.pth"
     code, out, err = cli("fetch-weights", "tiny-v1")
-    assert (code, out, "--backbone-weights tiny-v1" in err) == (0, f"{path}\n", True)
+    assert (code, out) == (0, f"{path}\n")
+    assert "--backbone-weights tiny-v1 --backbone tiny" in " ".join(err.split())
     assert path.read_bytes() == WEIGHTS
     assert [found for found in paths().values() if found] == [paths()[STEM]]
     assert "tiny-v1" in cli("fetch-weights", "--list").out
+    assert f"--backbone-weights here/{STEM}.pth" in cli("fetch-weights", STEM, "--dest", "here").err
     assert json.loads(cli("fetch-weights", STEM, "--dest", "here", "--json").out) == {
         "name": STEM,
         "alias": "tiny-v1",
