@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
 from ssdctl.cli.results import name_newest_run
@@ -28,6 +29,7 @@ from ssdctl.runtime.safe_text import quoted
 
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
+ABOUT = {"license_id": "other", "data_license": None, "samples": SAMPLES}  # the defaults
 
 Format = Annotated[
     str,
@@ -62,7 +64,7 @@ MaxApLoss = Annotated[
     Option(metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"),
 ]
 CheckpointToPush = Annotated[
-    str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
+    str, Argument(metavar="CKPT|RUN", help="Run folder, checkpoint, or a folder of push --out")
 ]
 Repository = Annotated[
     str, Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist")
@@ -184,7 +186,8 @@ def push(
 ) -> None:
     """Publish a model on the Hugging Face Hub.
 
-    The weights, a model card and sample images are uploaded. Log in with HF_TOKEN or
+    The weights, a model card and sample images are uploaded. A folder that --out wrote is uploaded
+    as it is, with your changes to the card. Log in with HF_TOKEN or
     `hf auth login`; HF_ENDPOINT selects another server.
     """
     from ssdctl.download.hub import hub_package, is_reference, parse_reference
@@ -194,40 +197,42 @@ def push(
     reference = parse_reference(target)
     if out is None:
         hub_package()
-    if license_id == "other":
-        call.console.warning("no --license: the card says `other`")
     about = {"license_id": license_id, "data_license": data_license, "samples": samples}
+    is_written = is_model_folder(Path(checkpoint)) and Path(checkpoint, "README.md").is_file()
+    if is_written and (out is not None or about != ABOUT):
+        raise UsageError(
+            f"{checkpoint} is uploaded as it is: --license, --data-license, --samples and --out do "
+            "not apply",
+            hint="edit its README.md, or push the run or checkpoint instead",
+        )
+    if license_id == ABOUT["license_id"] and not is_written:
+        call.console.warning("no --license: the card says `other`")
     result = {"repository": reference.repo, "url": None, "folder": out}
-    if out is not None:
-        names = _write_model(call, checkpoint, Path(out), reference.repo, about)
-        call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
-        again = ["ssdctl", "push", checkpoint, target, *_options(about, message, private)]
-        call.console.closing([("wrote", f"{out} (nothing was uploaded)")], [shlex.join(again)])
-        return
-    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as folder:
-        names = _write_model(call, checkpoint, Path(folder), reference.repo, about)
+    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as temporary:
+        folder = Path(checkpoint if is_written else out or temporary)
+        repo = None if is_written else reference.repo
+        names = _model_files(call, checkpoint, folder, repo, about)
+        if out is not None:
+            call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
+            again = ["ssdctl", "push", out, target, *["--private"] * private]
+            again += [f"--message={message}"] * (message != MESSAGE)
+            call.console.closing([("wrote", f"{out} (nothing was uploaded)")], [shlex.join(again)])
+            return
         from ssdctl.exporting.hub import upload_folder  # imports torch
 
-        url = upload_folder(reference, Path(folder), names, is_private=private, message=message)
+        url = upload_folder(reference, folder, names, is_private=private, message=message)
     call.console.result({"files": names, **result, "url": url}, f"{len(names)} files: {url}")
     call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
 
 
-def _options(about: dict[str, Any], message: str, private: bool) -> list[str]:
-    defaults = {"license_id": "other", "data_license": None, "samples": SAMPLES}
-    flags = {"license_id": "--license", "data_license": "--data-license", "samples": "--samples"}
-    options = [f"{flags[k]}={value}" for k, value in about.items() if value != defaults[k]]
-    return [*options, *["--private"] * private, *[f"--message={message}"] * (message != MESSAGE)]
-
-
-def _write_model(
-    call: Call, checkpoint: str, folder: Path, repo: str, about: dict[str, Any]
+def _model_files(
+    call: Call, checkpoint: str, folder: Path, repo: str | None, about: dict[str, Any]
 ) -> list[str]:
+    """Return the files to upload; they are written to `folder` unless `repo` is None."""
     from ssdctl.checkpoint.file import load_checkpoint
-    from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.exporting.hub import write_model_folder
+    from ssdctl.exporting.hub import model_files, write_model_folder
     from ssdctl.model.ssd300 import load_network
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)
-    return write_model_folder(content, folder, repo=repo, **about)
+    return write_model_folder(content, folder, repo=repo, **about) if repo else model_files(folder)

@@ -93,6 +93,13 @@ def write_model_folder(
     return written
 
 
+def model_files(folder: Path) -> list[str]:
+    """Return the names of the files that a folder has of a model."""
+    names = [CARD, WEIGHTS, CONFIG, ONNX]
+    names += sorted(path.relative_to(folder).as_posix() for path in folder.glob("samples/[!.]*"))
+    return [name for name in names if (folder / name).is_file()]
+
+
 def _own_files(folder: Path, samples: int) -> set[str]:
     """Return the files that an earlier push wrote; others are not replaced."""
     names, own = [WEIGHTS, CONFIG, ONNX], set[str]()
