@@ -188,7 +188,7 @@ def _refusal(reply: requests.Response, url: str, num_bytes: int | None) -> Netwo
     if status not in (200, 206, 416):
         return NetworkError(message, hint=f"try again later, or try {MIRROR}")
     kind = reply.headers.get("Content-Type", "")
-    is_page = kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml")
+    is_page = kind.partition(";")[0].strip().lower() == "text/html"
     if status == 416 or not is_page or (num_bytes and length_and_range(reply)[0] == num_bytes):
         return None
     return NotFound(

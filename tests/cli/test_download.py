@@ -216,15 +216,6 @@ def test_weights_that_cannot_be_fetched(
 
 
 @pytest.mark.usefixtures("cache")
-def test_weights_of_another_length(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.WEIGHTS, "v1", tiny.WEIGHTS["v1"]._replace(bytes=1))
-    result = cli("fetch-weights", "tiny-v1")
-    # Not --mirror, which `train` does not have.
-    assert (result.code, "try --set download.mirror=URL" in result.err) == (5, True), result.err
-    assert "manifest" not in result.err  # there is none
-
-
-@pytest.mark.usefixtures("cache")
 def test_training_without_network_names_a_remedy(shapes: Path, cli: Cli) -> None:
     options = "--backbone tiny --backbone-weights tiny-v1 --device cpu --steps 1 --warmup 1st"
     mirror = ("--set", "download.mirror=http://127.0.0.1:1")

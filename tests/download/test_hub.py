@@ -13,8 +13,6 @@ from conftest import Cli, Result
 from download.hub_server import TOKEN, HubServer, Repository, open_hub
 
 import ssdctl
-from ssdctl.download.hub import HubReference, parse_reference
-from ssdctl.errors import UsageError
 from ssdctl.model.ssd300 import SSD300
 
 pytest.importorskip("huggingface_hub")
@@ -40,18 +38,6 @@ def files() -> dict[str, bytes]:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with open_hub(tmp_path, monkeypatch) as server:
         yield server
-
-
-def test_references() -> None:
-    for text, expected in (
-        ("hf://a/b", HubReference("a/b", "main")),
-        ("hf://org-1/name_2.x@v1.0", HubReference("org-1/name_2.x", "v1.0")),
-        ("hf://a/b@refs/pr/1", HubReference("a/b", "refs/pr/1")),
-    ):
-        assert parse_reference(text) == expected
-    for text in ("hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y"):
-        with pytest.raises(UsageError, match=text):
-            parse_reference(text)
 
 
 def export(cli: Cli, name: str) -> Result:
@@ -96,7 +82,9 @@ def test_errors_name_url_and_folder_and_no_secret(
 
     hub.repositories["acme/shapes-ssd"] = Repository(files)
     hub.repositories["acme/text"] = Repository({"config.json": files["config.json"]})
-    fails("hf://a", 2)
+    for text in ("hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y"):
+        fails(text, 2)
+    fails(f"{NAME}@refs/pr/1", 2, "branch, tag or commit")
     fails("hf://acme/none", 2, "repository")
     fails(f"{NAME}@v9", 2, "branch, tag or commit")
     fails("hf://acme/text", 2, "model.safetensors")
