@@ -116,7 +116,7 @@ class Annotations(NamedTuple):
     image_folders: Sequence[Path] = ()  # in or below `folder`, where the format has its images
     upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
     unsized: Collection[str] = ()  # file names of images whose size is the file's, not given
-    without_image: Collection[str] = ()  # label files, if the format finds images by its folders
+    without_image: Collection[str] = ()  # labels, if the format lists only images that are there
 
     @property
     def object_image_ids(self) -> NDArray[np.int64]:

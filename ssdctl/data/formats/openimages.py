@@ -74,7 +74,13 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         for split, file in files.items()
     }
     annotations = from_images(splits, None, root, next(iter(files.values())), notes)
-    return {split: part._replace(upright=True) for split, part in annotations.items()}
+    absent = {s: [*(boxes[s].keys() - images[s].keys())] for s in annotations}
+    return {  # an ImageID may have a suffix
+        split: part._replace(
+            upright=True, without_image=[*absent[split], *(f"{i}.jpg" for i in absent[split])]
+        )
+        for split, part in annotations.items()
+    }
 
 
 def _class_names(root: Path) -> dict[str, str]:
