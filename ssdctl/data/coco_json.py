@@ -66,6 +66,14 @@ class ImageEntry(msgspec.Struct, gc=False):
     height: Int64 | None = 0
 
 
+class _Url(msgspec.Struct, gc=False):
+    coco_url: FileName = ""
+
+
+class _Named(msgspec.Struct):
+    images: list[_Url]
+
+
 class Bbox(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     """A box in pixels. A struct, not a tuple: half the time and two thirds of the memory.
 
@@ -90,6 +98,7 @@ class Annotation(msgspec.Struct, gc=False):
     bbox: Bbox | None = None
     area: Any = None  # what is not a number counts as not given
     iscrowd: Int64 | bool | None = 0
+    attributes: Any = None  # of CVAT and datumaro
 
 
 class Category(msgspec.Struct, gc=False):
@@ -107,6 +116,7 @@ class AnnotationColumns(NamedTuple):
     bbox: NDArray[np.float64]  # M x 4: left, top, width, height in pixels; NaN if not given
     area: NDArray[np.float64]  # M, square pixels; NaN if not given
     is_crowd: NDArray[np.bool_]  # M
+    degrees: NDArray[np.float64]  # M, by which CVAT's boxes are turned
 
 
 class Tables(msgspec.Struct, Generic[T]):
@@ -154,6 +164,9 @@ def decode_tables(content: Content) -> Tables[AnnotationColumns]:
     except DECODE_ERRORS:
         decode(content, Tables[list[Annotation]])  # names the position in the file
         raise
+    if not all(map(attrgetter("file_name"), file.images)):  # LVIS has URLs only
+        for image, named in zip(file.images, decode(content, _Named).images, strict=True):
+            image.file_name = image.file_name or "/".join(named.coco_url.split("/")[-2:])
     columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*slices, strict=True)))
     return Tables(file.images, columns, file.categories)
 
@@ -221,7 +234,18 @@ def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
         column(annotations, name) for name in ("id", "image_id", "category_id")
     )
     is_crowd = column(annotations, "iscrowd", np.bool_)
-    return AnnotationColumns(ids, image_ids, category_ids, bbox, area, is_crowd)
+    degrees = np.zeros(len(annotations))
+    if any(map(attrgetter("attributes"), annotations)):
+        degrees += [_degrees(entry.attributes) for entry in annotations]
+    return AnnotationColumns(ids, image_ids, category_ids, bbox, area, is_crowd, degrees)
+
+
+def _degrees(attributes: Any) -> float:
+    """Return the rotation that CVAT writes beside `occluded`; others may mean something else."""
+    if not isinstance(attributes, dict) or "occluded" not in attributes:
+        return 0
+    rotation = attributes.get("rotation")
+    return rotation if isinstance(rotation, int | float) else 0
 
 
 def _number(value: Any) -> float:

@@ -214,7 +214,7 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
         images_dir = listed.setdefault(relative_folder(images.folder, root), (images.folder, set()))
         images_dir[1].update(images.file_names)
     num_bytes, modified_ns = np.array(versions, np.int64).reshape(-1, 2).T
-    unlisted = unlisted_images(listed, folder)
+    unlisted = unlisted_images(root, listed, folder, name)
     hashes = np.array(contents, np.int64)
     sources = Sources(files, num_bytes, modified_ns, hashes, unlisted, division)
     note_unlisted(root, resolved, unlisted)

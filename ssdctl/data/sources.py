@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
-from ssdctl.data.formats import coco, recognized
+from ssdctl.data.formats import coco, recognized, yolo
 from ssdctl.data.image_files import file_sizes, files_below, in_threads, is_image, relative_folder
 from ssdctl.data.store import image_folder
 from ssdctl.errors import DataError, SsdctlError, UsageError
@@ -116,17 +116,26 @@ def contents_of(folder: Path, names: Sequence[str]) -> list[int]:
     return in_threads(content, names)
 
 
-def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: Path) -> list[str]:
+def unlisted_images(
+    root: Path, folders: Mapping[str, tuple[Path, Collection[str]]], store: Path, format_name: str
+) -> list[str]:
     """Return the image files below image folders that no split lists.
+
+    Of YOLO, only the folders of splits count if data.yaml names them.
 
     Args:
         folders: An image folder and the listed files by the name of the folder in the index.
     """
     found = []
+    named = yolo.named_folders(root) if format_name == "yolo" else None
+    only = None if named is None else [os.path.realpath(path) for path in named]
     for name, (folder, listed) in folders.items():
         relative = os.path.relpath(store.absolute(), folder.absolute())
         files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
         others = sorted(filter(is_utf8, set(files).difference(listed)))
+        if only is not None:
+            real = Path(os.path.realpath(folder))
+            others = [o for o in others if any((real / o).is_relative_to(p) for p in only)]
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found
@@ -267,7 +276,7 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
             return []
         found = _changed_labels(folder, recorded, names)
         images = _listed_images(root, store, made)
-        unlisted = unlisted_images(images, store)
+        unlisted = unlisted_images(root, images, store, made.format)
     except SsdctlError as error:  # reported when they are read again
         return [str(error)]
     except OSError:

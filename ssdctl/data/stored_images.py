@@ -155,8 +155,8 @@ def lost_images(
 
 def _own_path(name: str) -> _Parts:
     """Return the parts of an image's path, or of its label file's, that both have."""
-    parts = PurePosixPath(nfc(name)).with_suffix("").parts
-    return tuple(part for part in parts if part not in ("images", "labels"))
+    path = PurePosixPath(nfc(name))
+    return tuple(part for part in (*path.parts[:-1], path.stem) if part not in ("images", "labels"))
 
 
 def _ends(path: _Parts) -> list[_Parts]:

@@ -15,6 +15,7 @@ import io
 import logging
 import math
 import mmap
+import operator
 import os
 import re
 from collections import Counter
@@ -45,6 +46,7 @@ from ssdctl.runtime.plugins import FORMATS, Plugin
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+ROTATED = "rotated boxes, read as the upright box around them"
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
@@ -278,6 +280,19 @@ def read_json(path: Path, kind: type[T], format_name: str) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         problem = f"not in the format {format_name}: {error}".replace("`", "")
         raise DataError(f"{path}: {problem}") from None
+
+
+def turned(box: Sequence[Any], degrees: Any, norm: Callable[[Any, Any], Any] = operator.add) -> Any:
+    """Return the upright box around one that is turned about its center.
+
+    Args:
+        box: Left, top, width and height: numbers or arrays.
+        norm: `np.hypot` for an ellipse.
+    """
+    left, top, width, height = box
+    sine, cosine = np.abs(np.sin(np.radians(degrees))), np.abs(np.cos(np.radians(degrees)))
+    across, down = norm(width * cosine, height * sine), norm(width * sine, height * cosine)
+    return left + (width - across) / 2, top + (height - down) / 2, across, down
 
 
 def around(label: str, xs: Sequence[float], ys: Sequence[float]) -> LabeledBox:

@@ -48,6 +48,7 @@ from ssdctl.data.coco_json import (
     repeated_table,
 )
 from ssdctl.data.find_images import STANDARD
+from ssdctl.data.formats import ROTATED, turned
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
@@ -161,6 +162,10 @@ def _columns(
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
+    notes = [note] if left_out else []
+    if num_turned := int((columns.degrees % 180 != 0).sum()):
+        notes.append(f"{ROTATED}: {num_turned:,}")
+        columns.bbox[:] = np.stack(turned(columns.bbox.T, columns.degrees), axis=1)
     annotations = Annotations(
         folder=Path(os.path.commonpath(files.images)),
         origin=path,
@@ -175,7 +180,7 @@ def _columns(
         areas=columns.area[listed],
         is_crowd=columns.is_crowd[listed],
         findings=findings,
-        notes=[note] if left_out else [],
+        notes=notes,
         image_folders=files.images,
     )
     return one_image_per_file(annotations)

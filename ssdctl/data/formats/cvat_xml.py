@@ -9,11 +9,13 @@ and left out, and so are boxes of tracks outside their frame.
 
 from __future__ import annotations
 
-import math
+import operator
 import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import numpy as np
 
 from ssdctl.data.annotations import (
     Annotations,
@@ -24,14 +26,22 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, located
-from ssdctl.data.formats import by_split, numbers, read_xml, root_element, whole_number
+from ssdctl.data.formats import (
+    ROTATED,
+    by_split,
+    numbers,
+    read_xml,
+    root_element,
+    turned,
+    whole_number,
+)
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
-ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
+OUTSIDE = "boxes outside their frame"
 FRAME = re.compile("frame_([0-9]{6}|[1-9][0-9]{6,})")
 UNLABELED = "shapes without a label"
 _Frame = tuple[
@@ -166,13 +176,9 @@ def _boxes(
         return []
     if degrees % 180 and element.tag in ("box", "ellipse"):
         counts[ROTATED] += 1
-        angle, width, height = math.radians(degrees), right - left, bottom - top
-        sine, cosine = abs(math.sin(angle)), abs(math.cos(angle))
-        norm = math.hypot if element.tag == "ellipse" else lambda a, b: a + b
-        half_x = norm(width * cosine, height * sine) / 2
-        half_y = norm(width * sine, height * cosine) / 2
-        x, y = (left + right) / 2, (top + bottom) / 2
-        left, top, right, bottom = x - half_x, y - half_y, x + half_x, y + half_y
+        norm = np.hypot if element.tag == "ellipse" else operator.add
+        left, top, width, height = turned((left, top, right - left, bottom - top), degrees, norm)
+        return [LabeledBox(label, float(left), float(top), float(width), float(height))]
     return [LabeledBox(label, left, top, right - left, bottom - top)]
 
 

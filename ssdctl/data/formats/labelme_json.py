@@ -32,7 +32,7 @@ from ssdctl.errors import DataError
 LOOKED_FOR = ("*.json of labelme",)
 WORDS = (b'"shapes"', b'"imagePath"')
 MAX_DEPTH = 5  # folders above the first file, as in labels/train/day 1/camera 1
-EXTENTS = ("rectangle", "polygon", "mask", "rotation")  # their points are at the edges
+EXTENTS = ("rectangle", "polygon", "rotation", "oriented_rectangle")  # points at the edges
 
 
 class _Shape(msgspec.Struct):
@@ -133,6 +133,8 @@ def _box(label: str, shape: _Shape) -> LabeledBox | None:
     xs, ys = [x for x, _ in shape.points], [y for _, y in shape.points]
     if (shape.shape_type or "polygon") in EXTENTS:
         return around(label, xs, ys)
+    if shape.shape_type == "mask":  # the last pixel is in it
+        return around(label, [*xs, max(xs, default=0) + 1], [*ys, max(ys, default=0) + 1])
     if shape.shape_type == "circle" and len(shape.points) == 2:
         radius = math.dist(*shape.points)  # center, and a point of the edge
         return around(label, [xs[0] - radius, xs[0] + radius], [ys[0] - radius, ys[0] + radius])

@@ -9,6 +9,7 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -29,7 +30,15 @@ from ssdctl.data.annotations import (
     without_copies,
 )
 from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, stem_of
-from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
+from ssdctl.data.formats import (
+    ROTATED,
+    numbers,
+    read_lines,
+    read_xml,
+    root_element,
+    turned,
+    whole_number,
+)
 from ssdctl.data.image_files import (
     files_below,
     in_threads,
@@ -60,6 +69,7 @@ class _Xml(NamedTuple):
 class _Content(NamedTuple):
     folder: str  # that it names
     image: LabeledImage  # file_name is the base name that it names
+    num_turned: int = 0  # boxes
 
 
 _Xmls = dict[PurePosixPath, list[PurePosixPath]]  # paths by folder
@@ -92,6 +102,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     finder = ImageFinder(path, STANDARD, image_dir, files=files)
     xmls = _xml_files(path, by_folder, finder, notes)
     contents = _from_one(xmls, in_threads(lambda xml: _read(path, xml), xmls), notes)
+    if num_turned := sum(content.num_turned for content in contents):
+        notes.append(f"{ROTATED}: {num_turned:,}")
     found = _find_images(finder, xmls, contents)
     _refuse_missing(path, xmls, found)
     images = [
@@ -236,7 +248,7 @@ def _find_images(
     named = Counter(content.image.file_name for content in contents)
     stems = {nfc(xml.path.stem) for xml in xmls}
     by_file = iter(finder.of_label_files([xml.path for xml in xmls if xml.top is None]))
-    for xml, (folder, image) in zip(xmls, contents, strict=True):
+    for xml, (folder, image, _) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
         if xml.top is None:
             entry = next(by_file)
@@ -287,7 +299,8 @@ def _read(root: Path, xml: _Xml) -> _Content:
         nfc(tree.findtext(tag, "").strip()).replace("\\", "/").rstrip("/").rpartition("/")[2]
         for tag in ("folder", "filename")
     )
-    return _Content(folder, LabeledImage(named, width, height, boxes))
+    num_turned = sum(map(bool, map(_degrees, tree.findall("object"))))
+    return _Content(folder, LabeledImage(named, width, height, boxes), num_turned)
 
 
 def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
@@ -307,9 +320,21 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
         raise DataError(
             f"{path}: object {number} ({name}) lacks a bndbox of four numbers"
         ) from None
-    difficult = item.findtext("difficult", "").strip() or "0"
+    difficult = item.findtext("difficult", "").strip().lower() or "0"
+    difficult = {"true": "1", "false": "0", "unspecified": "0"}.get(difficult, difficult)
     is_crowd = whole_number(difficult, f"{path}: object {number} ({name}): difficult") == 1
-    return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
+    box = left, top, right - left, bottom - top
+    left, top, width, height = map(float, turned(box, _degrees(item)))
+    return LabeledBox(name, left, top, width, height, is_crowd)
+
+
+def _degrees(item: ElementTree.Element) -> float:
+    """Return by how much CVAT's box is turned, as it writes among the attributes."""
+    for attribute in item.findall("attributes/attribute"):
+        if attribute.findtext("name") == "rotation":
+            with contextlib.suppress(ValueError):
+                return numbers([attribute.findtext("value", "")])[0] % 180
+    return 0
 
 
 def _from_one(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:

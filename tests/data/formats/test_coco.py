@@ -17,6 +17,7 @@ from ssdctl.data.check import CLIPPED, Checked, clip
 from ssdctl.data.check import check as check_annotations
 from ssdctl.data.dataset import resolve_images
 from ssdctl.data.formats import coco, yolo
+from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError
 
 BEYOND_64_BITS = (10**30, 2**63, -(2**63) - 1)
@@ -101,7 +102,7 @@ def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9)
         ("categories", [{"id": 12, "name": n} for n in "ab"], "duplicate category ids: 12"),
         ("categories", [], "no categories"),
         ("categories", [{"id": 12, "name": " "}], "without a name: category 12"),
-        ("images", [image(name="../x.jpg")], "not a plain path"),
+        *(("images", [image(name=name)], "not a plain path") for name in ("../x.jpg", "")),
         ("images", [image(name="/etc/passwd")], "not a plain path"),
         ("images", [image(width=0)], "size 0 x 9"),
         ("images", [image(height=65536)], "size 9 x 65536"),
@@ -111,6 +112,14 @@ def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9)
 def test_broken_references(tmp_path: Path, table: str, entries: list[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         check(tmp_path, **{table: entries})
+    with pytest.raises(DataError, match=words):
+        prepare(tmp_path / "annotations.json", tmp_path / "store")
+
+
+def test_names_of_lvis(tmp_path: Path) -> None:
+    images = [image(7, "train2017/a.jpg"), {"id": 3, "coco_url": "http://x.org/val2017/b.jpg"}]
+    path = written(tmp_path, document(images=images))
+    assert read(path).file_names == ["train2017/a.jpg", "val2017/b.jpg"]
 
 
 def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:

@@ -85,9 +85,13 @@ def test_an_image_with_shapes_that_are_left_out_is_not_empty(tmp_path: Path) -> 
     assert not check(splits["train"]).is_empty.any()
 
 
-def test_a_circle_of_labelme(tmp_path: Path) -> None:
-    circle = {"label": "nut", "points": [[50, 25], [50, 35]], "shape_type": "circle"}
-    splits = read(tmp_path, labelme(circle), "a.json")
+@pytest.mark.parametrize(
+    ("kind", "points"),
+    [("circle", [[50, 25], [50, 35]]), ("mask", [[40, 15], [59, 34]])],  # with the last pixel
+)
+def test_circles_and_masks_of_labelme(tmp_path: Path, kind: str, points: list[list[int]]) -> None:
+    shape = {"label": "nut", "points": points, "shape_type": kind}
+    splits = read(tmp_path, labelme(shape), "a.json")
     assert boxes_of(splits) == {"a.png": [("nut", [40.0, 15.0, 20.0, 20.0])]}
 
 

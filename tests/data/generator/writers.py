@@ -100,12 +100,15 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
                 again = path if is_path else dot + name
                 entries.append({"id": n + 500, "file_name": again, **(size if n % 2 else {})})
             for k, thing in enumerate(picture.things):
+                is_turned = "turned" in world.flags and k % 2 == 0
+                box = before_a_turn(thing) if is_turned else thing
                 boxes.append(
                     {
                         "id": len(boxes) + 1,
                         "image_id": n + 500 * (k > 0 and "listed twice" in world.flags),
                         "category_id": ids[thing.name],
-                        "bbox": [thing.left, thing.top, thing.width, thing.height],
+                        "bbox": [box.left, box.top, box.width, box.height],
+                        "attributes": {"occluded": False, "rotation": 270.0 * is_turned},
                         "area": thing.width * thing.height,
                         "iscrowd": int(thing.is_crowd),
                         "segmentation": [],
@@ -186,16 +189,26 @@ def yolo(
 # Pascal VOC: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html
 
 
+def before_a_turn(thing: Thing) -> Thing:
+    """Return an object whose box is the same after a quarter of a turn, as CVAT writes it."""
+    x, y = thing.left + thing.width / 2, thing.top + thing.height / 2
+    size = {"width": thing.height, "height": thing.width}
+    return thing._replace(left=x - thing.height / 2, top=y - thing.width / 2, **size)
+
+
 def voc_xml(picture: Picture, folder: str, world: World) -> str:
     objects = ""
     for thing in picture.things:
-        left, top, right, bottom = corners(thing)
+        is_turned = "turned" in world.flags
+        left, top, right, bottom = corners(before_a_turn(thing) if is_turned else thing)
+        turn = "<attribute><name>rotation</name><value>90.0</value></attribute>" * is_turned
         # Pixels count from 1, and the last one belongs to the box.
         values = zip(SIDES, (left + 1, top + 1, right, bottom), strict=True)
         box = "".join(f"<{side}>{value:g}</{side}>" for side, value in values)
         objects += (
             f"<object><name>{escape(thing.name)}</name><pose>Unspecified</pose>"
-            f"<difficult>{int(thing.is_crowd)}</difficult><bndbox>{box}</bndbox>"
+            f"<difficult>{thing.is_crowd if is_turned else int(thing.is_crowd)}</difficult><bndbox>{box}</bndbox>"
+            f"<attributes>{turn}</attributes>"
             "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part></object>"
         )
     file = f"{picture.stem}{picture.suffix}"
@@ -420,6 +433,9 @@ def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
                 if "polygons" in world.flags:
                     points = [[left, top], [right, top], [(left + right) / 2, bottom]]
                 kind = "polygon" if "polygons" in world.flags else "rectangle"
+                if "turned" in world.flags:
+                    kind, (x, y) = "oriented_rectangle", ((left + right) / 2, (top + bottom) / 2)
+                    points = [[x, top], [right, y], [x, bottom], [left, y]]
                 shapes.append({**shape, "points": points, "shape_type": kind})
             label = placed(labels, split, picture, ".json")
             name = posixpath.relpath(path, posixpath.dirname(label) or ".")
@@ -452,7 +468,10 @@ def createml_json(world: World, tree: Tree) -> None:
 
 _ONE = ("train",)
 _COCO = Layout(
-    ("from the root", "other machine", "dot", "backslashes", "label studio", "listed twice"),
+    (
+        *("from the root", "other machine", "dot", "backslashes", "label studio", "listed twice"),
+        "turned",
+    ),
     crowds=True,
     classes="all",
 )
@@ -460,13 +479,15 @@ _COCO_1 = _COCO._replace(splits=_ONE)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
 _YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
 _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
-_VOC = Layout(("no folder", "no filename", "upper case", "foreign files", "namespace"), crowds=True)
+_VOC = Layout(
+    ("no folder", "no filename", "upper case", "foreign files", "namespace", "turned"), crowds=True
+)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "all", "other machine"), empties=False)
 _RETINANET = Layout(("header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
-_LABELME = Layout(("polygons", "large"), named=False)
+_LABELME = Layout(("polygons", "large", "turned"), named=False)
 
 
 def _of(
