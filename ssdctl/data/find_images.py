@@ -56,6 +56,8 @@ STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
 FEW = 8  # files of one stem, which are all looked at
 EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
+LOCAL_FILES = "/local-files/?d="  # of a URL of Label Studio's server
+SERVED: tuple[str, ...] = (LOCAL_FILES,)  # the lead of its paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 
 
@@ -234,7 +236,7 @@ class ImageFinder:
         paths, then an image of a relative folder that no file is in is missing.
         """
         exact = {(row.key, row.is_path) for row, item in zip(rows, found, strict=True) if item}
-        right = {(key, EXACT) for key, is_path in exact if is_path}
+        right = {(key, lead) for key, is_path in exact if is_path for lead in (EXACT, SERVED)}
         taken = {item.file for item in found if item}
         chosen = dict[int, _Option]()
         for n, row in enumerate(rows):
@@ -280,7 +282,7 @@ class ImageFinder:
     def _name(self, name: str) -> str:
         """Return a name as labeling tools write it as a relative path."""
         name = nfc(name.replace("\\", "/"))
-        if "/local-files/?d=" in name:  # a URL of Label Studio's server
+        if LOCAL_FILES in name:
             name = unquote(name.partition("?d=")[2])
         parts = parts_of(name)
         if not parts:
@@ -369,7 +371,9 @@ class ImageFinder:
         )
         is_beside = bool(labels[:-1]) and before[:-1] == labels[:-1] and before != labels
         is_relative = is_plain_name(entry.name.replace("\\", "/"))
-        lead = [*([*EXACT, "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
+        start = [*EXACT, "*"] if is_relative else ["/"]
+        start = [*SERVED] if LOCAL_FILES in entry.name else start
+        lead = [*start, *names[: len(names) - tail - 1]]
         return _Option(
             file=file,
             is_exact=tail == len(names) - 1 and (is_theirs or is_usual),

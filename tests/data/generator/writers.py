@@ -69,7 +69,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
     text = ""
     ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
     bare = [] if world.decoys else [p.stem for p in world.pictures if not p.is_missing]
-    is_url = "label studio" in world.flags and not any(p.is_missing for p in world.pictures)
+    is_url = "label studio" in world.flags
     is_bare = "bare names" in world.flags and len({*bare}) == len(world.pictures)
     more = range(25) if is_bare and tree.is_blank else ()
     others = [world.pictures[0]._replace(folder="", stem=f"more {n}", things=()) for n in more]
