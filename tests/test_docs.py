@@ -105,7 +105,7 @@ MISTAKES: list[tuple[str, str, Any, str]] = [
     ("boxes as left, top, right, bottom", "annotations", {"bbox": [60, 60, 140, 110]},
      "box clipped to its image"),
     ("no box at all", "annotations", {"bbox": [10, 10, 5, -1]},
-     "no training image has a box to learn from"),
+     "nothing to train on, none of"),
 ]  # fmt: skip
 
 
@@ -139,8 +139,6 @@ def test_mistakes_with_data_get_the_message_of_the_page(
         old, new = changes if what == "toml" else ("", "")
         (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
     result = cli("prepare", "--data", root)
-    if "learn from" in message:
-        result = cli("train", "--data", root, "--dry-run")
     assert result.code in (0, 2, 3)
     assert message in " ".join((result.out + result.err).replace("\u2502", " ").split())
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
 from ssdctl.cli.results import name_newest_run
@@ -190,6 +189,7 @@ def push(
     as it is, with your changes to the card. Log in with HF_TOKEN or
     `hf auth login`; HF_ENDPOINT selects another server.
     """
+    from ssdctl.checkpoint.locate import is_model_folder
     from ssdctl.download.hub import hub_package, is_reference, parse_reference
 
     if not is_reference(target):
@@ -230,6 +230,7 @@ def _model_files(
 ) -> list[str]:
     """Return the files to upload; they are written to `folder` unless `repo` is None."""
     from ssdctl.checkpoint.file import load_checkpoint
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.exporting.hub import model_files, write_model_folder
     from ssdctl.model.ssd300 import load_network
 

@@ -47,7 +47,7 @@ def setting(
     return msgspec.Meta(description=help, extra=dict(zip(keys, values, strict=True)), **bounds)
 
 
-LARGEST_INT = 2**63 - 1  # the limit of TOML and of checkpoints
+LARGEST_INT = 2**62  # half the limit of TOML, checkpoints and seeds: sums do not exceed it
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INT)]
 BatchSize = Annotated[int, msgspec.Meta(ge=1, le=65_536)]

@@ -86,6 +86,12 @@ class Split(NamedTuple):
         rows = np.unique(self.trainable[self.trainable < self.num_images])
         return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]
 
+    def labels_digest(self) -> str:
+        """Return a fingerprint of the boxes of all images; tiles do not change it."""
+        starts = self.starts[: self.num_images + 1]
+        parts = starts, self.boxes[: starts[-1]], self.labels[: starts[-1]]
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:12]
+
     def image_of(self, row: int) -> tuple[int, tuple[int, int, int, int] | None]:
         """Return the row of the image of a row; of a tile also its ltrb in pixels."""
         tile = row - self.num_images

@@ -83,7 +83,7 @@ def refuse_in_dataset(out: Path, root: Path | None = None, option: str = "--out"
     def is_read(folder: Path) -> bool:
         if root is not None:
             own = str(folder) == real_path(dataset_folder(root))
-            return own and _would_read(root, folder, real)
+            return own and _would_read(root, folder, real, with_labels=True)
         files = (store.with_suffix("") for store in folder.glob(f"*.{STORE_NAME}"))
         found = [path for path in (folder, *files) if _has_store(path, folder)]
         found += [folder] if folder != real and has_usual_labels(folder) else []
@@ -107,10 +107,11 @@ def _has_store(root: Path, folder: Path) -> bool:
     return any(origin.is_relative_to(folder) for origin in origins)
 
 
-def _would_read(root: Path, folder: Path, out: Path) -> bool:
+def _would_read(root: Path, folder: Path, out: Path, *, with_labels: bool = False) -> bool:
     """Return whether `prepare` would read labels in `out`.
 
-    Of COCO, and of YOLO if data.yaml names folders of splits, only usual and named folders count.
+    Of COCO, and of YOLO if data.yaml names folders of splits, only usual and named folders count;
+    of YOLO any if a whole dataset is written there, `with_labels` in folders of splits.
     """
     from ssdctl.data.annotations import split_of
     from ssdctl.data.find_images import STANDARD
@@ -120,7 +121,7 @@ def _would_read(root: Path, folder: Path, out: Path) -> bool:
     try:
         # Labels of another format make a folder ambiguous, if it is not laid out as COCO's.
         splits = coco.splits_of(root) if root.is_file() else coco.own_splits(root)
-        folders = None if splits else yolo.named_folders(root)
+        folders = None if splits or with_labels else yolo.named_folders(root)
     except DataError:
         return _has_store(root, folder)  # otherwise it is no dataset
     below = out.relative_to(folder).parts

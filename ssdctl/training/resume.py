@@ -174,7 +174,8 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")
-    is_force_needed = (is_other_batch and rest) or (is_other_data and CHOOSING.isdisjoint(changed))
+    chosen = CHOOSING.intersection(changed).difference(by_rule)
+    is_force_needed = (is_other_batch and rest) or (is_other_data and not chosen)
     options.sort(key=lambda option: option.startswith("("))  # "(no --limit-train)"
     hints, force = [], "--resume-changed"
     if needs_folder:

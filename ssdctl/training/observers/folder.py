@@ -162,10 +162,11 @@ class FolderWriter(Observer):
 
 
 def _images_of(train: Split) -> Record:
-    """Return what `prepare` decides about the pixels that a run is trained on."""
+    """Return what `prepare` decides about the images that a run is trained on."""
     return {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
         "image_ids": train.training_digest(),
+        "labels": train.labels_digest(),
         "division": train.division,
     }

@@ -73,7 +73,7 @@ import time
 from ssdctl.data import image_check
 check = image_check.check_image
 def slow(*given):
-    time.sleep(0.05)
+    time.sleep(0.4)
     return check(*given)
 image_check.check_image, image_check.TASK_IMAGES = slow, 1
 print("go", flush=True)

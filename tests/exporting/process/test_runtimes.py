@@ -182,6 +182,16 @@ def test_a_file_that_differs_is_not_published(
     assert not list(Path().glob("*x.onnx*"))
 
 
+def test_boxes_of_many_images_in_size_are_compared_by_their_size() -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = ssdctl.SSD300("tiny", 6)
+    model.box_heads[2].weight.data *= 30
+    model.box_heads[2].bias.data += 60
+    for nms in ("none", "onnx"):
+        assert ssdctl.export(model, f"{nms}.onnx", format="onnx", nms=nms)["box_difference"] < 1e-3
+
+
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("difference", [0.005, float("nan")])  # fp16 weights may differ by 0.01
 def test_each_difference_is_refused(checkpoint: Path, number: int, difference: float) -> None:
