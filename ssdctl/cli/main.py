@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.runtime.plugins import plugin_error
 
-AFTER_EQUALS = re.compile(r"(--[\w-]+=)(~/.*)")  # which bash does not expand there
+AFTER_EQUALS = re.compile(r"^(--[\w-]+=)(~/.*)", re.DOTALL)  # which bash does not expand there
 # In the order of `ssdctl --help`.
 COMMANDS = (
     *("demo", "download", "prepare", "dataset", "fetch-weights", "train", "launch"),
@@ -83,7 +84,7 @@ def _root(
 
 
 def _expanded(match: re.Match[str]) -> str:
-    return f"{match[1]}{Path(match[2]).expanduser()}"
+    return match[1] + os.path.expanduser(match[2])  # noqa: PTH111 - the rest stays as it is
 
 
 def main(argv: Sequence[str] | None = None) -> None:

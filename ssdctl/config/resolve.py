@@ -127,18 +127,20 @@ def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
 def read_toml(path: Path) -> list[Override]:
     """Return the values of a config file, each with its line."""
     text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
-    lines, names, overrides = _lines_of_keys(text), dict[str, str](), []
+    lines, names, overrides = _lines_of_keys(text), dict[str, tuple[str, Any]](), []
     for key, value in _flatten(tables):
         source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
-        _refuse_twice(key, key, names, f"{source}: ")
+        _refuse_twice(key, key, value, names, f"{source}: ")
         overrides.append(Override(key, value, source))
     return overrides
 
 
-def _refuse_twice(path: str, name: str, names: dict[str, str], where: str = "") -> None:
-    """Add the name that a source has for a setting; raise UsageError if it has another one."""
-    first = names.setdefault(setting_path(path) or path, name)
-    if first != name:
+def _refuse_twice(
+    path: str, name: str, value: Any, names: dict[str, tuple[str, Any]], where: str = ""
+) -> None:
+    """Add a source's name and value of a setting; raise UsageError if it has others for it."""
+    first, other = names.setdefault(setting_path(path) or path, (name, value))
+    if first != name and other != value:
         raise UsageError(f"{where}{name} is the same setting as {first}", hint="delete one")
 
 
@@ -164,7 +166,7 @@ def _lines_of_keys(text: str) -> dict[str, int]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
-    overrides, names = [], dict[str, str]()
+    overrides, names = [], dict[str, tuple[str, Any]]()
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
             try:
@@ -172,7 +174,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
             except UnicodeEncodeError:  # Python's stand-ins for other bytes
                 raise UsageError(f"{variable}: {text!r} is not UTF-8 text") from None
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
-            _refuse_twice(path, variable, names)
+            _refuse_twice(path, variable, text, names)
             overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides
 

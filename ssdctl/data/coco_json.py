@@ -87,6 +87,7 @@ class Bbox(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True
 
 
 NO_BBOX = Bbox()
+NO_SEGMENTATION = msgspec.Raw()
 
 
 class Annotation(msgspec.Struct, gc=False):
@@ -99,6 +100,7 @@ class Annotation(msgspec.Struct, gc=False):
     area: Any = None  # what is not a number counts as not given
     iscrowd: Int64 | bool | None = 0
     attributes: Any = None  # of CVAT and datumaro
+    segmentation: msgspec.Raw = NO_SEGMENTATION
 
 
 class Category(msgspec.Struct, gc=False):
@@ -236,12 +238,17 @@ def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
     is_crowd = column(annotations, "iscrowd", np.bool_)
     degrees = np.zeros(len(annotations))
     if any(map(attrgetter("attributes"), annotations)):
-        degrees += [_degrees(entry.attributes) for entry in annotations]
+        degrees += [0 if _is_polygon(entry) else _degrees(entry) for entry in annotations]
     return AnnotationColumns(ids, image_ids, category_ids, bbox, area, is_crowd, degrees)
 
 
-def _degrees(attributes: Any) -> float:
+def _is_polygon(entry: Annotation) -> bool:
+    return bytes(entry.segmentation).strip() not in (b"", b"[]", b"null")
+
+
+def _degrees(entry: Annotation) -> float:
     """Return the rotation that CVAT writes beside `occluded`; others may mean something else."""
+    attributes = entry.attributes
     if not isinstance(attributes, dict) or "occluded" not in attributes:
         return 0
     rotation = attributes.get("rotation")

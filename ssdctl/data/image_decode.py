@@ -214,7 +214,7 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
     name = name if isinstance(name, str) else "image"  # an upload's is None or a number
     try:
         with Path(name).open("rb") if is_path else contextlib.nullcontext(image) as file:
-            with contextlib.suppress(AttributeError, io.UnsupportedOperation):
+            with contextlib.suppress(AttributeError, OSError):  # a pipe
                 file.seek(0)  # as Pillow does
             content = file.read(MAX_FILE_BYTES + 1)
     except (UnicodeDecodeError, TypeError):

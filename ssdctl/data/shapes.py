@@ -143,7 +143,7 @@ def _write_image(path: Path, content: bytes, own_crc: Sequence[int]) -> int:
     # Published by the annotations, so there is no fsync for each.
     with disk_errors(path.parent, "writing"):
         if path.is_file() and zlib.crc32(path.read_bytes()) not in (crc, *own_crc):
-            set_aside(path)
+            log.warning("%s is not an image of ours: it is now %s", path, set_aside(path).name)
         with open(path, "wb", opener=no_follow) as file:
             file.write(content)
     return crc

@@ -121,7 +121,7 @@ def unlisted_images(
 ) -> list[str]:
     """Return the image files below image folders that no split lists.
 
-    Of YOLO, only the folders of splits count if data.yaml names them.
+    Of YOLO, only folders of listed images and of splits count if data.yaml names these.
 
     Args:
         folders: An image folder and the listed files by the name of the folder in the index.
@@ -134,8 +134,13 @@ def unlisted_images(
         files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
         others = sorted(filter(is_utf8, set(files).difference(listed)))
         if only is not None:
-            real = Path(os.path.realpath(folder))
-            others = [o for o in others if any((real / o).is_relative_to(p) for p in only)]
+            own, real = {PurePosixPath(file).parent for file in listed}, os.path.realpath(folder)
+            others = [
+                file
+                for file in others
+                if not own.isdisjoint(PurePosixPath(file).parents)
+                or any(Path(real, file).is_relative_to(path) for path in only)
+            ]
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found

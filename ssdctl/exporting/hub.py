@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from PIL import Image
@@ -25,6 +25,7 @@ from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.checkpoint.exported import describe_network
 from ssdctl.checkpoint.format import Checkpoint, NetworkWeights
 from ssdctl.data.drawing import one_line
+from ssdctl.data.image_files import files_below
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
@@ -94,10 +95,9 @@ def write_model_folder(
 
 
 def model_files(folder: Path) -> list[str]:
-    """Return the names of the files that a folder has of a model."""
-    names = [CARD, WEIGHTS, CONFIG, ONNX]
-    names += sorted(path.relative_to(folder).as_posix() for path in folder.glob("samples/[!.]*"))
-    return [name for name in names if (folder / name).is_file()]
+    """Return the names of all files of a model's folder that are not hidden."""
+    files = (PurePosixPath(name) for name in files_below(folder))
+    return sorted(str(file) for file in files if not any(p.startswith(".") for p in file.parts))
 
 
 def _own_files(folder: Path, samples: int) -> set[str]:

@@ -92,6 +92,8 @@ def test_tildes_after_an_equals_sign(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home/c.toml").write_text('[data]\nroot = "~/photos"')
+    install = "kubernetes.install=get --to=~/w http://x//y"
+    assert "get --to=~/w http://x//y" in cli("config", "show", "--set", install).out
     for given in (["--data=~/photos"], ["--data", "~/photos"], ["--config=~/c.toml"]):
         result = cli("train", *given, "--dry-run")
         assert (result.code, f"{tmp_path}/home/photos" in result.err) == (3, True)

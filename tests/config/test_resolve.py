@@ -106,6 +106,7 @@ def test_two_variables_of_a_setting_are_refused() -> None:
     for other in ("SSDCTL_TRAIN__LEARNING_RATE", "SSDCTL_train__lr"):
         with pytest.raises(UsageError, match=f"{other} is the same setting as SSDCTL_TRAIN__LR"):
             resolved(**first, **{other: "2"})
+        assert resolved(**first, **{other: "1"}).train.lr == 1
 
 
 def test_a_conflict_names_its_setting_once() -> None:

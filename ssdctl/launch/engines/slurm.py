@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ssdctl.config import Config
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
+OPTION = re.compile(r"-[^\s=]+(=.*)?", re.DOTALL)
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # a line end would begin another option
 # Options of the user that control hardware threads; Slurm refuses --hint together with them.
 THREAD_OPTIONS = {"--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind"}
@@ -122,6 +123,10 @@ class Slurm(BatchEngine):
             environment["OMP_NUM_THREADS"] = str(cores)
         requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
         directives = self._directives(request, ranks, cores)
+        for option in (*slurm.options, *slurm.srun_options):
+            if not OPTION.fullmatch(option):
+                hint = "write --option, --option=value or -xVALUE"
+                raise UsageError(f"slurm: {option!r} is not an option", hint=hint)
         for option in (*directives, *slurm.srun_options):
             check_text(option)
             if CONTROL.search(option):

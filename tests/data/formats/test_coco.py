@@ -116,6 +116,16 @@ def test_broken_references(tmp_path: Path, table: str, entries: list[Any], words
         prepare(tmp_path / "annotations.json", tmp_path / "store")
 
 
+@pytest.mark.parametrize("outline", [[], [[0, 0, 9, 0, 9, 5]]])
+def test_only_rectangles_are_turned(tmp_path: Path, outline: list[list[int]]) -> None:
+    """Of a polygon, `rotation` is an attribute of the user's."""
+    attributes = {"occluded": False, "rotation": 90}
+    entry = thing(1, bbox=[20, 20, 10, 4], attributes=attributes, segmentation=outline)
+    found = read(written(tmp_path, document(annotations=[entry])))
+    expected = [20, 20, 10, 4] if outline else [23, 17, 4, 10]
+    np.testing.assert_allclose(found.boxes, [expected])
+
+
 def test_names_of_lvis(tmp_path: Path) -> None:
     images = [image(7, "train2017/a.jpg"), {"id": 3, "coco_url": "http://x.org/val2017/b.jpg"}]
     path = written(tmp_path, document(images=images))

@@ -69,6 +69,7 @@ def test_files_of_others_are_not_replaced(
     push(cli, tiny_run, "--out", "mine").expect(2, "README.md")
     assert card.read_text().endswith("mine")
     push(cli, "mine").expect(2, "--license")
+    Path("mine/LICENSE").touch()
     cli("push", "mine", f"hf://{REPOSITORY}").expect(0)
     assert hub.repositories[REPOSITORY].files == tree(Path("mine"))
 
