@@ -109,8 +109,8 @@ def generate(
         if _is_complete(annotations, info, folder, names):
             continue
         is_drawn = True
-        own_crcs = _set_aside_changed(annotations)
-        started = {"info": {"description": DESCRIPTION, CRCS: own_crcs}}  # not other labels
+        own_crcs, unfinished = _set_aside_changed(annotations)
+        started = {"info": {**info, CRCS: own_crcs}}  # not other labels
         write_bytes(annotations, msgspec.json.encode(started))
 
         def draw(
@@ -119,10 +119,17 @@ def generate(
             folder: Path = folder,
             names: list[str] = names,
             own_crcs: list[int] = own_crcs,
+            unfinished: tuple[int, str] | None = unfinished,
         ) -> tuple[LabeledImage, int]:
+            def is_ours(crc: int) -> bool:
+                if crc in own_crcs[index : index + 1]:
+                    return True
+                return unfinished is not None and crc == zlib.crc32(
+                    _content(draw_image(unfinished[0], split, index, unfinished[1])[0])
+                )
+
             image, boxes = draw_image(seed, split, index, style)
-            content = encode(image, "JPEG", quality=JPEG_QUALITY)
-            crc = _write_image(folder / names[index], content, own_crcs[index : index + 1])
+            crc = _write_image(folder / names[index], _content(image), is_ours)
             return LabeledImage(names[index], image.shape[1], image.shape[0], boxes), crc
 
         with ThreadPoolExecutor() as pool:
@@ -137,12 +144,17 @@ def generate(
     return is_drawn
 
 
-def _write_image(path: Path, content: bytes, own_crc: Sequence[int]) -> int:
+def _content(image: NDArray[np.uint8]) -> bytes:
+    return encode(image, "JPEG", quality=JPEG_QUALITY)
+
+
+def _write_image(path: Path, content: bytes, is_ours: Callable[[int], bool]) -> int:
     """Write an image, and keep one that is not ours as NAME.replaced; return the CRC-32."""
     crc = zlib.crc32(content)
     # Published by the annotations, so there is no fsync for each.
     with disk_errors(path.parent, "writing"):
-        if path.is_file() and zlib.crc32(path.read_bytes()) not in (crc, *own_crc):
+        found = zlib.crc32(path.read_bytes()) if path.is_file() else crc
+        if found != crc and not is_ours(found):
             log.warning("%s is not an image of ours: it is now %s", path, set_aside(path).name)
         with open(path, "wb", opener=no_follow) as file:
             file.write(content)
@@ -178,15 +190,20 @@ def _checksum(document: dict[str, Any]) -> int:
     return zlib.crc32(msgspec.json.encode({**document, "info": None}))
 
 
-def _set_aside_changed(annotations: Path) -> list[int]:
-    """Keep changed annotations under another name; return the CRC-32 of each image as drawn."""
+def _set_aside_changed(annotations: Path) -> tuple[list[int], tuple[int, str] | None]:
+    """Keep changed annotations under another name.
+
+    Return the CRC-32 of each image as drawn, and seed and style of a set that was not finished.
+    """
     document = _read(annotations) if annotations.exists() else {}
     if "images" in document and document["info"].get("crc32") != _checksum(document):
         with disk_errors(annotations, "renaming"):
             kept = set_aside(annotations)
         log.warning("%s was changed: it is kept as %s", annotations, kept.name)
-    crcs = document.get("info", {}).get(CRCS)
-    return crcs if isinstance(crcs, list) else []
+    info = document.get("info", {})
+    crcs, seed, style = info.get(CRCS), info.get("seed"), info.get("style")
+    is_unfinished = "images" not in document and isinstance(seed, int) and style in STYLES
+    return crcs if isinstance(crcs, list) else [], (seed, style) if is_unfinished else None
 
 
 def _is_complete(

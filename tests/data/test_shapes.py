@@ -101,7 +101,8 @@ def test_an_interrupted_generation_leaves_no_labels_of_other_images(tmp_path: Pa
         generate(tmp_path, num_train=3, num_val=2, seed=2, progress=interrupt)
     with pytest.raises(DataError, match="instances_train2017"):
         read_dataset(tmp_path, Conversion())
-    assert generate(tmp_path, num_train=3, num_val=2, seed=2)
+    assert generate(tmp_path, num_train=3, num_val=2, seed=3)
+    assert not [*tmp_path.rglob("*.replaced")], "its own images are set aside"
     assert {*read_dataset(tmp_path, Conversion())} == {"train", "val"}
 
 
