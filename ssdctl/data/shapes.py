@@ -122,11 +122,7 @@ def generate(
             unfinished: tuple[int, str] | None = unfinished,
         ) -> tuple[LabeledImage, int]:
             def is_ours(crc: int) -> bool:
-                if crc in own_crcs[index : index + 1]:
-                    return True
-                return unfinished is not None and crc == zlib.crc32(
-                    _content(draw_image(unfinished[0], split, index, unfinished[1])[0])
-                )
+                return crc in own_crcs[index : index + 1] or _is_of(unfinished, split, index, crc)
 
             image, boxes = draw_image(seed, split, index, style)
             crc = _write_image(folder / names[index], _content(image), is_ours)
@@ -142,6 +138,13 @@ def generate(
         document["info"] = {**info, "crc32": _checksum(document), CRCS: crcs}
         write_bytes(annotations, msgspec.json.encode(document))
     return is_drawn
+
+
+def _is_of(drawn: tuple[int, str] | None, split: str, index: int, crc: int) -> bool:
+    """Return whether an image is of the set with this seed and style."""
+    return drawn is not None and crc == zlib.crc32(
+        _content(draw_image(drawn[0], split, index, drawn[1])[0])
+    )
 
 
 def _content(image: NDArray[np.uint8]) -> bytes:
