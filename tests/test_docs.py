@@ -105,7 +105,7 @@ MISTAKES: list[tuple[str, str, Any, str]] = [
     ("boxes as left, top, right, bottom", "annotations", {"bbox": [60, 60, 140, 110]},
      "box clipped to its image"),
     ("no box at all", "annotations", {"bbox": [10, 10, 5, -1]},
-     "nothing to train on, none of"),
+     "nothing to train on"),
 ]  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def _is_polygon(entry: Annotation) -> bool:
 
 
 def _degrees(entry: Annotation) -> float:
-    """Return the rotation that CVAT writes beside `occluded`; others may mean something else."""
+    """Return the rotation that CVAT writes; it writes `occluded`, too, other programs do not."""
     attributes = entry.attributes
     if not isinstance(attributes, dict) or "occluded" not in attributes:
         return 0
