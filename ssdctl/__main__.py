@@ -83,7 +83,7 @@ def run() -> None:
     is_training = command in TRAINS
     if os.getpid() == 1 and not is_training:
         # The first process of a container ignores signals without a handler: it would hold its
-        # device until it is killed. Commands that have their own handlers replace this one.
+        # device until it is killed.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if can_be_interrupted:  # not under nohup
@@ -107,6 +107,8 @@ def run() -> None:
 
         if can_be_interrupted and not is_training:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not is_training:
+            signals.interrupt_on_end()
         main()
 
 

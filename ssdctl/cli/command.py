@@ -15,12 +15,10 @@ import contextlib
 import functools
 import inspect
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -51,6 +49,7 @@ from ssdctl.config.settings import Config, Setting, all_settings, other_programs
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
+from ssdctl.runtime import signals
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
@@ -209,26 +208,11 @@ def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
 
 @contextlib.contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """End the block with exit code 75 on Ctrl-C, SIGTERM and SIGHUP; `kept` says what remains.
-
-    Under nohup SIGHUP stays ignored.
-    """
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
-    if before[signal.SIGHUP] == signal.SIG_IGN:
-        del before[signal.SIGHUP]
+    """End the block with exit code 75 on Ctrl-C, too; `kept` says what remains."""
     try:
-        for number in before:
-            signal.signal(number, stop)
         yield
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {kept}", hint="run the same command again to continue") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def exit_after(error: BaseException, console: Console, written: object = None) -> NoReturn:
@@ -251,7 +235,9 @@ def exit_after(error: BaseException, console: Console, written: object = None) -
 
 
 def _expected_error(error: Any, written: object) -> SsdctlError | None:
-    if _is_interrupt(error) and not isinstance(error, SsdctlError):
+    if (interrupt := _interrupt(error)) is not None and not isinstance(error, SsdctlError):
+        if str(interrupt) in signals.ENDING:
+            return Stopped(f"stopped by {interrupt}", hint="run the same command again")
         return Interrupted("interrupted")
     if (named := plugin_error(error)) is not None:  # also an expected one
         return named
@@ -272,13 +258,11 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
     return library_error(error)
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C is the cause: Python 3.11 wraps what ends the creation of a class."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
+def _interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that is the cause: Python 3.11 wraps what ends a class's creation."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
-    return False
+    return error
 
 
 def _usage_error(error: Any) -> UsageError:

@@ -208,7 +208,8 @@ def rest_command(
             f"{rest[0]!r} is not a command that can be launched",
             hint=f"did you mean {close[0]!r}?" if close else "`ssdctl --help` lists the commands",
         )
-    tables = [(o.source.label, o.path) for o in call.overrides]
+    counted = ("train.device", device)  # whose number --devices is
+    tables = [(o.source.label, o.path) for o in call.overrides if (o.path, o.value) != counted]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
     misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
     if misplaced:

@@ -34,7 +34,7 @@ from ssdctl.config.settings import (
     problem_of,
 )
 from ssdctl.errors import UsageError
-from ssdctl.files import msgspec_type
+from ssdctl.files import DECODE_ERRORS, msgspec_type
 
 DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -81,7 +81,10 @@ def resolve(
     """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`."""
     environment = os.environ if environment is None else environment
     launched = "{}" if file is not None else environment.get(FILES_VARIABLE, "{}")
-    of_files = msgspec.json.decode(launched, type=dict[str, str])
+    try:
+        of_files = msgspec.json.decode(launched, type=dict[str, str])
+    except DECODE_ERRORS:
+        raise UsageError(f"{FILES_VARIABLE}: not what `ssdctl launch` sets") from None
     if file is None and default_file and Path(DEFAULT_FILE).is_file():
         file = DEFAULT_FILE
     layers = [

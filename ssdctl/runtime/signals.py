@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ssdctl.errors import Stopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ENDING = ("SIGTERM", "SIGHUP")  # end commands that do not train as Ctrl-C does, with another code
 T = TypeVar("T")
 
 _received: list[int] = []
@@ -55,6 +56,17 @@ def restore() -> None:
     for number in STOP_SIGNALS:
         if number != signal.SIGINT and signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_DFL)
+
+
+def interrupt_on_end() -> None:
+    """Raise KeyboardInterrupt with the signal's name at one of `ENDING`: temporary files go."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for name in ENDING:
+        if signal.getsignal(number := signal.Signals[name]) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
 
 
 @contextlib.contextmanager

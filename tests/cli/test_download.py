@@ -117,10 +117,9 @@ def test_a_signal_ends_it_with_75_and_the_next_run_resumes(server: Server, cli: 
     content = random.Random(0).randbytes(2_000_000)
     slow = file(content, pause_s=0.2)
     file_list = manifest(server.route("/a.bin", slow), content, "a.bin")
-    program = "from ssdctl.cli.main import main; main()"
     options = ["download", "--dest", "data", "--manifest", file_list, "--connections", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *options], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "ssdctl", *options], stderr=subprocess.PIPE, text=True
     )
     while server.body_bytes < 300_000:
         assert process.poll() is None

@@ -16,6 +16,7 @@ from PIL import Image
 import ssdctl
 from ssdctl.checkpoint import file
 from ssdctl.checkpoint.format import check_zip
+from ssdctl.errors import ExitCode
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
 
@@ -238,17 +239,35 @@ def test_streams_that_the_caller_closed(closed: str) -> None:
     assert ("train.epochs" in done.stdout) == (closed == "2>&-")
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_without_leaving_files(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    command = [*SSDCTL, "benchmark", "data", "--seconds", "300"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    assert "measuring" in running.stderr.readline()
+    assert list(tmp_path.glob("ssdctl-benchmark-*"))
+    running.send_signal(sent)
+    _, rest = running.communicate(timeout=60)
+    assert running.returncode == ExitCode.STOPPED, rest
+    assert f"stopped by {sent.name}\n" in rest
+    assert not list(tmp_path.glob("ssdctl-*"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["ssdctl.cli", "ssdctl.config.settings"])
-def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
+def test_a_signal_while_it_starts_shows_no_traceback(module: str, sent: signal.Signals) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "show"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stderr is not None
     for line in running.stderr:
         if line.rpartition("|")[2].strip() == module:
             break
-    running.send_signal(signal.SIGINT)
+    running.send_signal(sent)
     _, rest = running.communicate(timeout=60)
-    assert running.returncode in (-signal.SIGINT, 130)
+    assert running.returncode in (-sent, 130 if sent == signal.SIGINT else ExitCode.STOPPED)
     assert "Traceback" not in rest
 
 
@@ -264,7 +283,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
         first = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         os.kill(int(first[0]), signal.SIGTERM)
         try:
-            assert outer.wait(30) == 128 + signal.SIGTERM
+            assert outer.wait(30) == ExitCode.STOPPED
         finally:
             outer.kill()
 

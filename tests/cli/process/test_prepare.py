@@ -77,8 +77,8 @@ def slow(*given):
     return check(*given)
 image_check.check_image, image_check.TASK_IMAGES = slow, 1
 print("go", flush=True)
-from ssdctl.cli.main import main
-main()
+from ssdctl.__main__ import run
+run()
 """
     command = [sys.executable, "-c", program, "prepare", "--data", str(dataset), "--jobs", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
