@@ -81,7 +81,6 @@ MISTAKES = [
     ("launch --cpus 2 -- benchmark data", 2, "benchmark data does not share"),
     # Options before -- are train's, and train is not what is launched.
     ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
-    ("launch --device cpu --devices 2 --dry-run -- evaluate x", 0, "-m ssdctl evaluate x"),
     ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),
 ]
 

@@ -80,7 +80,8 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     count, wrong, texts = nodes * ranks, list[str](), dict[str, str]()
     if nodes > 1 and draw(st.integers(0, 9)) == 0:
         count, wrong = count + 1, ["--nodes"]
-    words = [f"--{plural}={count}", f"--launcher={launcher}", f"--nodes={nodes}"]
+    number = [f"--{plural}={count}"], [f"--device={DEVICES[plural]}", f"--devices={count}"]
+    words = [*draw(st.sampled_from(number)), f"--launcher={launcher}", f"--nodes={nodes}"]
     cores = draw(st.sampled_from([None, 1, 6, 48]))
     words += [f"--cores-per-node={cores}"] * (cores is not None)
     if (devices := draw(st.sampled_from([None, None, 2, 8]))) is not None:
