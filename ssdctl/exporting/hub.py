@@ -80,10 +80,10 @@ def write_model_folder(
     require_onnx()
     own = _own_files(folder, samples)
     dataset = dataset_folders(trained_on(checkpoint))
+    graph, _ = onnx_model(Deployment(checkpoint), images_of(*dataset)[0])  # it may be refused
     images = _draw(checkpoint, folder, dataset_images(*dataset, MAX_TRIED), samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
-    graph, _ = onnx_model(Deployment(checkpoint), images_of(*dataset)[0])
     write_bytes(folder / ONNX, graph)
     licenses = {"license": license_id, "data_license": data_license}
     card = model_card(checkpoint, repo=repo, samples=images, **licenses)
