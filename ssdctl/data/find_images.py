@@ -262,7 +262,12 @@ class ImageFinder:
             if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():
-            if not may_share and len({(rows[n].name, rows[n].entry.split) for n in several}) > 1:
+            # An absolute path names one image, also if two splits have it.
+            names = {
+                (rows[n].name, is_plain_name(rows[n].entry.name) and rows[n].entry.split)
+                for n in several
+            }
+            if not may_share and len(names) > 1:
                 entries = " and ".join(rows[n].entry.name for n in several[:MAX_NAMED])
                 ambiguous.append(f"{entries} ({file} fits each)")
             for n in several:

@@ -93,6 +93,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
         {"train": "images/val/0.jpg -"},
     ),
+    "a path of another machine in two splits": (
+        "images/a.jpg images/b.jpg",
+        {"train.json": coco("/home/me/a.jpg"), "val.json": coco("/home/me/a.jpg /home/me/b.jpg")},
+        {"train": "images/a.jpg", "val": "images/a.jpg images/b.jpg"},
+    ),
     "CVAT, a file per split": (
         "images/train/a.jpg images/val/a.jpg",
         {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},

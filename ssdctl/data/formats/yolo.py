@@ -148,11 +148,11 @@ def _is_list(root: Path, text: PurePosixPath) -> bool:
 
 
 def has_boxes(path: Path) -> bool:
-    """Return whether the first line of a text file is a class number and fractions."""
+    """Return whether the first line of a text file is a class number and a box (or in pixels)."""
     with contextlib.suppress(OSError, ValueError, OverflowError):
         words = read_text(path, MAX_LABEL_BYTES).lstrip().split("\n", 1)[0].split()
         index, *numbers = (float(word) for word in words)
-        return index == int(index) >= 0 and len(numbers) >= 4 and _are_fractions(numbers[:4])
+        return index == int(index) >= 0 and len(numbers) >= 4 and min(numbers[:4]) >= -SLACK
     return False
 
 
