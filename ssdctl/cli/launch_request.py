@@ -41,6 +41,7 @@ from ssdctl.launch.base import (
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
+from ssdctl.training.observers.trackers import find_trackers
 from ssdctl.training.plan import check_settings, make_plan
 
 # Tables of the config that ranks do not read.
@@ -111,6 +112,8 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
         has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
     device = device_type(device_name)
+    if has_data:  # in pods, which have other packages, the ranks report it
+        find_trackers(config.train)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):

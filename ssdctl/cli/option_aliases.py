@@ -155,7 +155,7 @@ class AliasCommand(HelpCommand):
                     templates.setdefault(*_template(setting, alias))
         if any(setting.path == "train.epochs" for setting in self.settings):
             for setting in select("evaluate.*"):  # training runs evaluations
-                for alias in setting.aliases:
+                for alias in (*setting.aliases, *(() if setting.is_flag else setting.flags)):
                     templates.setdefault(alias, f"--set={setting.path}=")
         outputs = ("--store",) if self.name == "prepare" else ()  # elsewhere it is read
         for name, targets in COMMAND_ALIASES.items():

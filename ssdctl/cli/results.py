@@ -16,7 +16,7 @@ from ssdctl.config.settings import Kind, select
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import require_own_file
-from ssdctl.runs.folder import RUNS, RunDir, dataset_name, make_report_dir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, data_name, make_report_dir, running_on
 from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import tune_process
 
@@ -63,9 +63,8 @@ def _row(path: Path) -> dict[str, Any]:
     row["fold"] = None
     host = running_on(path)
     try:
-        data = run.settings.get("data.root")
         row |= {
-            "data": dataset_name(Path(str(data))) if data else "",
+            "data": data_name(run.settings),
             "network": run.settings.get("model.backbone", ""),
             "steps": run.num_steps,
             "ap": (run.best_metrics or {}).get("AP"),

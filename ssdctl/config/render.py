@@ -72,7 +72,7 @@ def _tables(
 
 
 def _with_source(setting: Setting, value: Any, source: Source) -> list[str]:
-    if value is None:
+    if value is None and source.kind <= Kind.PRESET:
         return [f"# {setting.name} =  # {source}"]
     return [f"{setting.name} = {toml_value(value)}  # {source}"]
 
@@ -81,13 +81,16 @@ def _with_help(setting: Setting, value: Any, source: Source) -> list[str]:
     mark = "" if source.kind is Kind.CALL else "#"
     is_complete = all(choice in setting.help for choice in setting.choices)
     choices = "" if is_complete else f": {', '.join(setting.choices)}"
-    text = "" if value is None else toml_value(value)
+    text = "" if value is None and mark else toml_value(value)
     return ["", f"# {setting.help}{choices}", f"{mark}{setting.name} = {text}".rstrip()]
 
 
 def toml_value(value: Any) -> str:
-    """Format one value as TOML. JSON strings, numbers and lists are TOML too, except for DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """Format one value as TOML. JSON strings, numbers and lists are TOML too, except for DEL.
+
+    TOML has no null: empty text is read as None, also where a preset has a value.
+    """
+    return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def plain_value(value: Any) -> str:

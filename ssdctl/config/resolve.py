@@ -9,6 +9,7 @@ variable or the option. Values are text or TOML values; nothing is evaluated.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import os
 import re
@@ -230,16 +231,19 @@ def _checked(override: Override) -> Override:
             value = _toml(value)
         elif value == "" and setting.default is None:
             value = None
-        elif float in (target, *map(plain_type, get_args(target))):  # .5 and +0.5 are numbers, too
-            value = re.sub(r"^[+]?(-?)\.(?=\d)", r"\g<1>0.", value).removeprefix("+")
+        elif float in (target, *map(plain_type, get_args(target))):  # .5, 1. and +0.5, too
+            if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?", value, re.IGNORECASE):
+                value = str(float(value))
+            value = value.removeprefix("+")
     elif setting.is_table and isinstance(value, dict):
         value = _pairs(override, value)
-    elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)  # warmup = 3 in a file means "3"
+    elif target is str and type(value) in (int, float, datetime.time):
+        value = str(value)  # warmup = 3 in a file means "3"; time = 12:00:00 is one for TOML
     try:
         if isinstance(value, list) and any(str(part)[:2] in ('["', "['") for part in value):
             raise msgspec.ValidationError('expected `A,B`, or `["A", "B"]` as in a TOML file')
-        value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
+        is_strict = not isinstance(value, (str, float, list))
+        value = msgspec.convert(value, setting.type, strict=is_strict)
         _check_magnitude(value)
         if setting.kind is not None and value not in setting.choices:
             raise msgspec.ValidationError("unknown name")
@@ -308,7 +312,7 @@ def _check_magnitude(value: Any) -> None:
 
 def _readable_problem(setting: Setting, problem: str) -> str:
     """Return what a value should be, from the message of msgspec."""
-    if setting.choices:
+    if setting.choices and "," not in (setting.metavar or ""):  # a list as text
         return f"expected one of {', '.join(setting.choices)}"
     if "regex" in problem or "enum" in problem:  # enum: a number or a word
         return f"expected {setting.metavar} ({setting.help})"
@@ -325,7 +329,7 @@ def _lookup(override: Override) -> Setting:
     if any(setting.section == override.path for setting in all_settings().values()):
         raise UsageError(
             f"{override.source}: {override.path!r} is a table of settings, not a setting",
-            hint=f"`ssdctl config show {override.path}` lists its settings",
+            hint="`ssdctl config schema` lists its settings",
         )
     dotted = setting_path(override.path.replace("_", ".", 1))
     if override.source.kind is Kind.ENVIRONMENT and dotted is not None:  # SSDCTL_TRAIN_LR
@@ -355,7 +359,7 @@ def nearest_key(path: str) -> str:
     for paths, cutoff in ((own, 0.65), (others, 0.85 if own else 0.65)):
         if near := difflib.get_close_matches(_plain(name), paths, n=1, cutoff=cutoff):
             return f"did you mean {paths[near[0]]!r}?"
-    return "`ssdctl config show` lists all keys"
+    return "`ssdctl config schema` lists all keys"  # unlike `show`, it reads no settings
 
 
 def _plain(word: str) -> str:

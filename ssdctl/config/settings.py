@@ -127,7 +127,9 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
         keys = ("train.decay_epochs", "train.lr_decay")
         yield keys, "cosine needs two --decay-epochs, its start and its end"
-    if model.weights.partition("-")[0] in {*plugins.names(BACKBONES)} - {model.backbone}:
+    named = [name for name in plugins.names(BACKBONES) if model.weights.startswith(f"{name}-")]
+    is_others = named and max(named, key=len) != model.backbone  # `resnet34-mine` is one, too
+    if is_others and not Path(model.weights).is_file():
         keys = ("model.weights", "model.backbone")
         yield keys, f"{model.weights} does not fit {model.backbone}"
     with contextlib.suppress(UsageError):  # the commands that use the backbone report it

@@ -42,7 +42,8 @@ Fold = tuple[str, str | None]  # `I/K`, and the groups
 def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
     data, explicit = config.data, config.explicit_settings()
-    if "data.root" in explicit or checkpoint.run_settings is None:
+    settings = checkpoint.run_settings
+    if "data.root" in explicit or settings is None or settings.get("train.fake_data"):
         return data
     if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)

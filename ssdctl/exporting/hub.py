@@ -49,7 +49,7 @@ from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
-from ssdctl.runs.folder import run_of
+from ssdctl.runs.folder import data_name, run_of
 from ssdctl.runs.run import Run
 from ssdctl.runtime.safe_text import listed, open_template
 
@@ -128,6 +128,7 @@ def _sealed(content: str) -> str:
 def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
     """Return the text of README.md; names of others are plain text in it."""
     settings, (metrics, class_ap) = checkpoint.run_settings or {}, _metrics(checkpoint)
+    images = checkpoint.images if isinstance(checkpoint, Checkpoint) else None
     training = {
         "preset": settings.get("train.preset"),
         "step": checkpoint.step,
@@ -144,10 +145,11 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
         step=checkpoint.step,
         metrics={name: v for name in COCO_METRICS if (v := metrics.get(name, -1)) >= 0},
         class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
-        dataset=Path(root).name if (root := settings.get("data.root")) else None,
+        dataset=data_name(settings) or None,
         fold=settings.get("train.fold"),
+        overfit=settings.get("train.overfit"),
         tiling=checkpoint.tiling,
-        images=checkpoint.images if isinstance(checkpoint, Checkpoint) else None,
+        images=None if settings.get("train.fake_data") else images,
         classes=listed([_plain(c.name) for c in class_names(checkpoint)], MAX_CLASSES),
         training=settings and ", ".join(f"{k} {v}" for k, v in training.items() if v is not None),
         **facts,

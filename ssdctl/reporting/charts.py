@@ -63,7 +63,7 @@ class Metric(NamedTuple):
 TRAINING = [
     ("Loss", [Metric("loss", "training"), Metric("loss", "validation", True, 1)]),
     (
-        "AP on the validation split",
+        "AP of the evaluations",
         [Metric(name, name, True, color) for color, name in enumerate(("AP", "AP50", "AP75"))],
     ),
     (

@@ -40,7 +40,7 @@ from ssdctl.runs.evaluation import (
     interval_text,
     write_evaluation,
 )
-from ssdctl.runs.folder import PAGE, RunDir, make_report_dir
+from ssdctl.runs.folder import PAGE, RunDir, data_name, make_report_dir
 from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
@@ -145,11 +145,13 @@ def _facts(run: Run) -> dict[str, str]:
     if names := list(run.class_ap):
         shown = ", ".join(one_line(name) for name in names[:SHOWN_CLASSES])
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
-    root = run.settings.get("data.root") or (about.data if about else None)
-    data = [Path(str(root)).name or str(root)] if root else []
+    name = data_name(run.settings) or (Path(about.data).name or about.data if about else "")
+    data = [name] if name else []
     counts = {} if about is None else {about.split: about.images}
     if started is not None:
-        counts = {"train": started.train_images, "val": started.val_images}
+        is_overfit = run.settings.get("train.overfit") is not None
+        val = "the same to evaluate" if is_overfit else "val"
+        counts = {"train": started.train_images, val: started.val_images}
     data += [f"{count:,} {name}" for name, count in counts.items() if count]
     if data:
         facts["Data"] = ", ".join(data)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -236,6 +236,15 @@ def dataset_name(root: Path) -> str:
     """Return the name of a dataset's folder; `root` may be a file in it."""
     folder = (root.parent if root.is_file() else root).absolute()
     return folder.resolve().name if folder.name == ".." else folder.name or "data"
+
+
+def data_name(settings: Mapping[str, Any]) -> str:
+    """Return the name of a run's data, with what `--overfit` took of it; "" if it is unknown."""
+    if settings.get("train.fake_data"):
+        return "fake"
+    root, part = settings.get("data.root"), settings.get("train.overfit")
+    name = dataset_name(Path(str(root))) if root else ""
+    return f"{name} (overfit: {part} images)" if name and part else name
 
 
 @contextlib.contextmanager

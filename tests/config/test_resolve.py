@@ -12,7 +12,13 @@ import jsonschema
 import pytest
 
 import ssdctl
-from ssdctl.config.render import json_schema, to_template_toml, values
+from ssdctl.config.render import (
+    json_schema,
+    snapshot,
+    to_snapshot_toml,
+    to_template_toml,
+    values,
+)
 from ssdctl.config.resolve import (
     Override,
     of_call,
@@ -80,7 +86,7 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
         ({"text": "[train]\nmomentun = 1\n"}, "my.toml:2: ", "train.momentum"),
         ({"text": "train.epoch = 1\n"}, "my.toml:1: ", "train.epochs"),
         ({"text": "[trian]\nlr = 1\n"}, "my.toml:2: ", "train.lr"),
-        ({"text": "[[train]]\nlr = 3"}, "my.toml: 'train'", "`ssdctl config show train`"),
+        ({"text": "[[train]]\nlr = 3"}, "my.toml: 'train'", "`ssdctl config schema`"),
         ({"text": '[kubernetes.labels]\na.io = "c"'}, "my.toml:1: kubernetes.labels: ", "quotes"),
         ({"SSDCTL_TRAIN__LRR": "1"}, "SSDCTL_TRAIN__LRR: ", "'train.lr'"),
         ({"SSDCTL_TRAIN_BS": "1"}, "SSDCTL_TRAIN_BS: ", "SSDCTL_TRAIN__BATCH_SIZE"),
@@ -89,7 +95,7 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
         ("train.warm_up", "--", "'train.warmup'"),
         ("slrum.time", "--", "'slurm.time'"),
         ("train.nodes", "--", "'launch.nodes'"),
-        ("train.nope", "--", "`ssdctl config show`"),  # not launch.nodes
+        ("train.nope", "--", "`ssdctl config schema`"),  # not launch.nodes
     ],
 )
 def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(
@@ -149,6 +155,18 @@ def test_a_preset_sets_its_recipe_and_a_template_follows_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_a_value_that_is_left_empty_stays_so(name: str) -> None:
+    """Also if the preset has one: in the file of a run, and in a template."""
+    empty = {path for path, s in all_settings().items() if s.default is None and not s.is_flag}
+    for path in sorted(empty):
+        given = resolved(("train.preset", name), (path, ""))
+        for written in (to_snapshot_toml(given), to_template_toml(given)):
+            again = values(resolved(text=written))
+            own = {key: again[key] for key in snapshot(given) if not key.startswith("data.")}
+            assert own == {key: snapshot(given)[key] for key in own}
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_always_had_its_values(name: str) -> None:
     """Of all settings, with their sources; those that are added later may be missing."""
     golden = json.loads((Path(__file__).parents[1] / "golden/settings.json").read_text())
@@ -195,6 +213,11 @@ def test_schema_has_every_key_and_refuses_others() -> None:
         ("train.seed", '"1.5"', False),
         ("train.seed", '"1e3"', True),
         ("train.lr", '"1,5"', False),
+        ("train.lr", '".5e1"', True),
+        ("train.lr", '"1."', True),
+        ("train.epochs", "2.0", True),
+        ("train.epochs", "2.5", False),
+        ("train.augment", '["crop"]', False),
     ],
 )
 def test_schema_accepts_what_the_config_reads(path: str, text: str, is_read: bool) -> None:

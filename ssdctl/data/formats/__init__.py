@@ -351,15 +351,26 @@ def from_files(
 def csv_header(path: Path) -> list[str]:
     with contextlib.suppress(OSError), open_regular(path) as file:
         line = file.readline(HEAD_BYTES).decode("utf-8-sig", "replace")
-        return [word.strip() for word in next(csv.reader([line], skipinitialspace=True), [])]
+        reader = csv.reader([line], delimiter=delimiter_of(line), skipinitialspace=True)
+        return [word.strip() for word in next(reader, [])]
     return []
+
+
+def delimiter_of(line: str) -> str:
+    """Return the delimiter of a CSV file's first line; in some languages Excel writes `;`.
+
+    A comma in a name needs no quotes there: `a,b;0`.
+    """
+    plain = re.sub('"[^"]*"', "", line)
+    return max(";,\t", key=plain.count) if any(map(plain.count, ";,\t")) else ","
 
 
 def csv_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, list[str]]]:
     """Yield where each row of a CSV file is, for messages, and its values without spaces around."""
     with read_errors(path):
         text = read_text(path, max_bytes)
-    reader = csv.reader(io.StringIO(text), skipinitialspace=True)
+    delimiter = delimiter_of(text[:HEAD_BYTES].partition("\n")[0])
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
     try:
         for row in reader:
             yield f"{path}:{reader.line_num}", [value.strip() for value in row]

@@ -25,10 +25,18 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted, label_folder
-from ssdctl.data.formats import by_split, csv_files, csv_header, csv_rows, in_pixels
+from ssdctl.data.formats import (
+    HEAD_BYTES,
+    by_split,
+    csv_files,
+    csv_header,
+    csv_rows,
+    delimiter_of,
+    in_pixels,
+)
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads, size_or_none
 from ssdctl.errors import DataError
-from ssdctl.files import unreadable
+from ssdctl.files import open_regular, unreadable
 from ssdctl.runtime.safe_text import counted
 
 LOOKED_FOR = ("*-annotations-bbox.csv",)
@@ -191,7 +199,10 @@ def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:
     types |= {"ImageID": pa.string(), "LabelName": pa.string(), CROWD: pa.string()}
     options = csv.ConvertOptions(include_columns=columns, column_types=types)
     try:
-        with csv.open_csv(file, convert_options=options) as reader:
+        with open_regular(file) as content:
+            delimiter = delimiter_of(content.readline(HEAD_BYTES).decode("utf-8", "replace"))
+        parsing = csv.ParseOptions(delimiter=delimiter)
+        with csv.open_csv(file, parse_options=parsing, convert_options=options) as reader:
             for batch in reader:
                 edges = np.stack([batch.column(n).to_numpy(False) for n in COLUMNS[2:]], axis=1)
                 if not np.isfinite(edges).all() or (edges < -0.01).any() or (edges > 1.01).any():

@@ -88,6 +88,7 @@ def recognize(path: Path) -> Path | None:
     if described := _read_yaml(path):
         return described[0]
     texts = (path / name for name in files_below(path) if name.lower().endswith(".txt"))
+    texts = (text for text in texts if text.stat().st_size)  # not of images without objects
     if not any(map(has_boxes, itertools.islice(texts, MAX_TRIED))):
         return None  # files of names may be another program's
     found = _find_darknet(path)

@@ -16,7 +16,6 @@ from ssdctl.runs.metrics import Record, open_run
 from ssdctl.training.observers import End, Epoch, Observer, Rewind, Scored, Start, Step
 
 if TYPE_CHECKING:
-    from ssdctl.data.store import Split
     from ssdctl.training.plan import Plan
     from ssdctl.training.step import BadStep
 
@@ -45,7 +44,7 @@ class FolderWriter(Observer):
         self._device, self._world_size = start.device, start.world_size
         if not self._folder.config.exists():
             self._describe()
-        images = _images_of(start.train)
+        images = _images_of(start)
         self._warn_of_other_images(images)
         facts = {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -70,6 +69,8 @@ class FolderWriter(Observer):
         ]
         if differences:
             text = "the dataset was prepared again since the last start: %s"
+            if any(difference.startswith("val_") for difference in differences):
+                text += "; AP before and after are of other images or labels"
             log.warning(text, "; ".join(differences))
 
     def _describe(self) -> None:
@@ -161,9 +162,11 @@ class FolderWriter(Observer):
         return {"kind": kind, "step": step, "epoch": epoch, **values}
 
 
-def _images_of(train: Split) -> Record:
-    """Return what `prepare` decides about the images that a run is trained on."""
-    return {
+def _images_of(start: Start) -> Record:
+    """Return what `prepare` decides about the images of a run."""
+    train, val = start.train, start.val
+    of_val = {} if val is None or val is train else {"val_labels": val.labels_digest()}
+    return of_val | {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
         "image_ids": train.training_digest(),

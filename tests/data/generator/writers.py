@@ -295,8 +295,13 @@ def cvat_xml(world: World, tree: Tree) -> None:
 # Open Images: https://storage.googleapis.com/openimages/web/download_v7.html
 
 
-def openimages(world: World, tree: Tree) -> None:
+def csv_table(world: World, rows: Iterable[Iterable[object]]) -> str:
+    """Return a CSV file, as some programs and Excel's languages write it."""
     quoting = csv.QUOTE_ALL if "quoted" in world.flags else csv.QUOTE_MINIMAL
+    return table(rows, quoting=quoting, delimiter=";" if "semicolons" in world.flags else ",")
+
+
+def openimages(world: World, tree: Tree) -> None:
     header = "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf"
     mids = {name: f"/{'m' if n else 'g'}/0{n}" for n, name in enumerate(world.classes)}
     for split in world.splits:
@@ -315,10 +320,10 @@ def openimages(world: World, tree: Tree) -> None:
                 rows.append([image_id, "x", mids[thing.name], 1, *x, *y, 0, group])
         tree.write(
             f"{split}-annotations-bbox.csv".replace("val-", "validation-"),
-            table(rows, quoting=quoting),
+            csv_table(world, rows),
         )
     rows = [(mid, name) for name, mid in mids.items()]
-    tree.write("class-descriptions-boxable.csv", table(rows, quoting=quoting))
+    tree.write("class-descriptions-boxable.csv", csv_table(world, rows))
 
 
 # KITTI: the development kit of the object detection benchmark
@@ -344,7 +349,6 @@ def kitti(world: World, tree: Tree, *, folder: str) -> None:
 
 
 def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
-    quoting = csv.QUOTE_ALL if "quoted" in world.flags else csv.QUOTE_MINIMAL
     header = ["filename", "width", "height", "class", *SIDES]
     everything: list[Iterable[object]] = [header]
     for split in world.splits:
@@ -357,11 +361,11 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
                 name = f"C:\\me\\{path}".replace("/", "\\")
             for thing in picture.things:
                 rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
-        tree.write(labels.format(**words), table(rows, quoting=quoting))
+        tree.write(labels.format(**words), csv_table(world, rows))
         everything += rows[1:]
     names = [picture.name for picture in world.pictures]
     if "all" in world.flags and len(world.splits) > 1 and len({*names}) == len(names):
-        tree.write(labels.format(split="all", word="all"), table(everything, quoting=quoting))
+        tree.write(labels.format(split="all", word="all"), csv_table(world, everything))
 
 
 # keras-retinanet's CSV files: https://github.com/fizyr/keras-retinanet#csv-datasets
@@ -383,11 +387,10 @@ def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None
                 rows.append((name, "", "", "", "", ""))
         if "reversed" in world.flags:
             rows = [row[::-1] for row in map(tuple, rows)]
-        tree.write(labels.format(**words), table(rows))
+        tree.write(labels.format(**words), csv_table(world, rows))
+        folder = labels.format(**words).rpartition("/")[0]
         names = [(name, n) for n, name in enumerate(world.classes)]
-        tree.write(
-            f"{labels.format(**words).rpartition('/')[0]}/classes.csv".lstrip("/"), table(names)
-        )
+        tree.write(f"{folder}/classes.csv".lstrip("/"), csv_table(world, names))
 
 
 # VGG Image Annotator: https://www.robots.ox.ac.uk/~vgg/software/via/docs/face_track_annotation.html
@@ -484,8 +487,8 @@ _VOC = Layout(
 )
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
-_CSV = Layout(("quoted", "all", "other machine"), empties=False)
-_RETINANET = Layout(("header", "reversed"), "unturned", classes="all")
+_CSV = Layout(("quoted", "semicolons", "all", "other machine"), empties=False)
+_RETINANET = Layout(("semicolons", "header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
 _LABELME = Layout(("polygons", "large", "turned"), named=False)
 
@@ -565,7 +568,13 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     "voc: mirrored": _of(_with(_VOC, named=False), voc, "images/{split}", "annotations/{split}"),
     "cvat-xml": (Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml),
     "openimages": (
-        Layout(("quoted", "suffixes"), "upright", named=False, crowds=True, suffixes=(".jpg",)),
+        Layout(
+            ("quoted", "semicolons", "suffixes"),
+            "upright",
+            named=False,
+            crowds=True,
+            suffixes=(".jpg",),
+        ),
         openimages,
     ),
     "kitti": (_KITTI, partial(kitti, folder="{split}")),
@@ -576,7 +585,10 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     ),
     "tf-csv: flat": _of(_with(_CSV, splits=_ONE), tf_csv, "images", "data/{split}_labels.csv"),
     "tf-csv: roboflow": _of(
-        _CSV._replace(flags=("quoted",), folders=False), tf_csv, "{word}", "{word}/_annotations.csv"
+        _CSV._replace(flags=("quoted", "semicolons"), folders=False),
+        tf_csv,
+        "{word}",
+        "{word}/_annotations.csv",
     ),
     "retinanet-csv": _of(
         _with(_RETINANET, "from the root"), retinanet_csv, "{split}", "{split}.csv"
