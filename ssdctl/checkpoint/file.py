@@ -9,7 +9,6 @@ file has only the weights and the classes (exported.py), other systems' have oth
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import re
 from collections.abc import Mapping
@@ -30,11 +29,11 @@ from ssdctl.checkpoint.format import (
     compare_shapes,
     require_file,
 )
-from ssdctl.data.annotations import ClassName
-from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
+from ssdctl.data.annotations import ClassName, class_texts
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
-from ssdctl.runs.evaluation import read_evaluation
-from ssdctl.runs.folder import evaluation_of, run_of
+from ssdctl.runs.folder import run_of
+from ssdctl.runs.metrics import thresholds_at
 from ssdctl.runtime.packages import torch_warnings_ignored
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
@@ -96,19 +95,16 @@ def load_checkpoint(source: Source) -> NetworkWeights:
 
 
 def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
-    """Return a checkpoint with the thresholds of its own evaluation, if that is in its run folder.
+    """Return a checkpoint with the thresholds of the run's last evaluation up to its step.
 
-    The score arrives after the checkpoint is saved: the file has those of the evaluation before.
+    The score arrives after the checkpoint is saved: the file may have those of one before.
     """
     run = run_of(read.path)
     if not isinstance(read, Checkpoint) or read.path.absolute().parent != run.checkpoints:
         return read
-    for file in (evaluation_of(run.step_checkpoint(read.step)), run.evaluation):
-        with contextlib.suppress(DataError):
-            evaluation = read_evaluation(file)
-            if evaluation is not None and evaluation.about.step == read.step:
-                return replace(read, thresholds=evaluation.thresholds(read.classes))
-    return read
+    if (scores := thresholds_at(run.metrics, read.step)) is None:
+        return read
+    return replace(read, thresholds=[scores.get(name) for name in class_texts(read.classes)])
 
 
 def weights_in_memory(model: nn.Module) -> NetworkWeights:

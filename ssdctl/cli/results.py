@@ -192,6 +192,7 @@ def evaluate(
     classes, and how much AP50 each type of error costs.
     """
     from ssdctl.checkpoint.locate import is_model_folder
+    from ssdctl.data.store_folder import refuse_in_dataset
 
     named = what or [name_newest_run(call.console)]
     is_run = Path(named[0]).is_dir() and not is_model_folder(Path(named[0]))
@@ -209,6 +210,9 @@ def evaluate(
         raise UsageError("--fail-if-worse without --against", hint="add --against B")
     if report is not None:
         make_report_dir(Path(report))  # before the detection, which may take hours
+    for option, file in (("--detections", detections), ("--suspects", suspects)):
+        if file is not None:
+            refuse_in_dataset(Path(file), option=option)
     if suspects is not None:
         from ssdctl.evaluation.suspects import COLUMNS
 

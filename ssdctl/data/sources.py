@@ -41,7 +41,8 @@ from ssdctl.runtime.safe_text import counted, printable_line
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 200  # images of a split
-RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
+# The files of a run are not a dataset's, nor are those of `evaluate --report`.
+RUN_FILES = {"metrics.jsonl"}, {"evaluation.json", "report.html"}
 HASHED_BYTES = 4 << 20
 UNLISTED_IMAGE = -1
 # Whether --split trains on an image, and whether it is `gone` in the division.
@@ -81,7 +82,11 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
 def _without_runs(names: Iterator[str], store: str) -> list[str]:
     """Return the files below a dataset folder that are neither in the store nor in a run folder."""
     files = list(names)
-    runs = (name.rpartition("/")[0] for name in files if name.endswith(RUN_FILE))
+    own = dict[str, set[str]]()  # names by folder
+    for folder, _, name in (file.rpartition("/") for file in files):
+        if any(name in of_run for of_run in RUN_FILES):
+            own.setdefault(folder, set()).add(name)
+    runs = (folder for folder, found in own.items() if any(of <= found for of in RUN_FILES))
     left_out = tuple(f"{folder}/" for folder in {store, *runs} if folder)
     return [name for name in files if not name.startswith(left_out)]
 

@@ -6,6 +6,7 @@ for source in find_sources(["photos", "https://host/a.jpg", "-"]):
 
 from __future__ import annotations
 
+import codecs
 import glob
 import io
 import logging
@@ -210,7 +211,7 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
 
 
 def _listed(stdin: IO[bytes]) -> list[ImageSource]:
-    content = stdin.read()
+    content = stdin.read().removeprefix(codecs.BOM_UTF8)
     lines = content.split(b"\0") if b"\0" in content else content.splitlines()
     sources = [source_of(os.fsdecode(line)) for line in lines if line.strip()]
     if not sources:

@@ -233,7 +233,7 @@ def _shown_events(run: Run) -> list[tuple[int, str, str]]:
             facts = (
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in event.items()
-                if name not in EVENT_KEYS
+                if name not in EVENT_KEYS and value is not None
             )
             shown.append((event["step"], event["event"], ", ".join(facts)))
     return shown

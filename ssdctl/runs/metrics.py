@@ -66,9 +66,10 @@ class Ended(Event, frozen=True):
 
 
 class ClassAP(Event, frozen=True):
-    """AP of each class in the evaluation of this step."""
+    """AP of each class in the evaluation of this step, and the score of its best F1 above 0."""
 
     AP: dict[str, float]
+    thresholds: dict[str, float] = {}
 
 
 # The events that are used.
@@ -134,6 +135,17 @@ def cut_metrics(path: Path, step: int) -> list[Record]:
     if content != path.read_bytes():  # also if the last line has no end
         write_bytes(path, content)
     return kept
+
+
+def thresholds_at(path: Path, step: int) -> dict[str, float] | None:
+    """Return the thresholds of the last evaluation up to a step; None if no file has them."""
+    found = None
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file if path.stat().st_size <= MAX_BYTES else ():
+            with contextlib.suppress(*DECODE_ERRORS):
+                if b'"class_ap"' in line and (record := _record(line))["step"] <= step:
+                    found = msgspec.convert(record, msgspec_type(ClassAP)).thresholds
+    return found
 
 
 def open_run(run: RunDir, start_step: int) -> MetricsFile:

@@ -722,5 +722,7 @@ class Trainer:
 
     def _end(self, outcome: Outcome, signal_name: str | None = None) -> None:
         has_evaluated = self.evaluator.evaluated_step != self._evaluated_before
-        has_progressed = self._has_trained() or has_evaluated
+        ends = [r["event"] for r in self._past() if r.get("event") in ("stopped", "finished")]
+        was_stopped = outcome == "finished" and ends[-1:] == ["stopped"]  # with nothing left to do
+        has_progressed = self._has_trained() or has_evaluated or was_stopped
         self._observers.end(End(self.step, outcome, self.summary(), signal_name, has_progressed))

@@ -129,7 +129,8 @@ class FolderWriter(Observer):
             write_evaluation(evaluation_of(self._folder.step_checkpoint(step)), evaluation)
         # The record comes last: an evaluation without one is repeated at the next start.
         self._write("eval", step, **evaluation.metrics, **scored.losses)
-        self._event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
+        ap = {c.name: c.AP for c in evaluation.per_class}
+        self._event("class_ap", step, AP=ap, thresholds=evaluation.scores_of_best_f1())
 
     def on_rewind(self, rewind: Rewind) -> None:
         self._metrics.rewind(rewind.step)

@@ -61,6 +61,8 @@ class MLLog(Observer):
         self._end_epoch()
         self._end_block()
         status = "success" if end.is_success else "aborted"
+        if end.has_progressed:  # also if no step was left
+            self._start_run()
         if self._is_running:
             self._stop("run", status=status, epoch_num=self._epoch_number(end.step))
 

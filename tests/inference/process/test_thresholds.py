@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from conftest import Cli
@@ -12,7 +11,6 @@ from conftest import Cli
 import ssdctl
 from ssdctl.checkpoint.exported import read_onnx
 from ssdctl.checkpoint.file import load_checkpoint, read_model, save_checkpoint
-from ssdctl.runs.evaluation import read_evaluation, write_evaluation
 from ssdctl.runs.folder import RunDir
 
 LOW = 0.02
@@ -66,20 +64,22 @@ def test_best_without_thresholds_is_refused(
     assert cli("predict", path, image_file, "--score", "worst").code == 2
 
 
-def test_the_evaluation_in_the_run_folder_is_newer(tiny_run: Path, tmp_path: Path) -> None:
+def test_the_last_evaluation_up_to_a_checkpoints_step_is_newer(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    """Its score came after the checkpoint was saved, as also a resumed run must find it."""
     run = RunDir(tmp_path / "run")
     run.checkpoints.mkdir(parents=True)
-    read, own = load_checkpoint(RunDir(tiny_run).best), read_evaluation(RunDir(tiny_run).evaluation)
-    assert own is not None
+    read = load_checkpoint(RunDir(tiny_run).best)
     save_checkpoint(run.best, dataclasses.replace(read, thresholds=[0.9] * len(read.classes)))
     assert list(read_model(run.best).thresholds) == [0.9] * len(read.classes)
-    found = [
-        msgspec.structs.replace(entry, best_f1=0.5, best_score=0.1 * n)
-        for n, entry in enumerate(own.per_class)
-    ]
-    write_evaluation(run.evaluation, msgspec.structs.replace(own, per_class=found))
-    expected = {c.name: c.best_score for c in found}
-    assert list(read_model(run.best).thresholds) == [expected[c.name] for c in read.classes]
+    lines = []
+    for step in (read.step - 1, read.step, read.step + 1):
+        own = {"kind": "event", "event": "class_ap", "step": step, "epoch": 1.0, "AP": {}}
+        lines.append(json.dumps(own | {"thresholds": {read.classes[-1].name: 0.1 * step}}))
+    run.metrics.write_text("\n".join([*lines, '{"event": "class_ap", "step"']))
+    expected = [None] * (len(read.classes) - 1) + [0.1 * read.step]
+    assert list(read_model(run.best).thresholds) == expected
 
 
 def test_exported_files_have_the_thresholds(
