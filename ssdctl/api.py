@@ -24,6 +24,7 @@ from ssdctl.config.call import (
     resolve_call,
     takes_settings,
 )
+from ssdctl.config.resolve import refuse_twice
 from ssdctl.config.settings import TABLES, Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import FORMATS, NMS
@@ -68,6 +69,9 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
         for table, settings in tables.items()
         for key, value in settings.items()
     ]
+    names = dict[str, tuple[str, Any]]()
+    for override in given:
+        refuse_twice(override.path, override.path, override.value, names)
     return resolve_call(config, given)
 
 

@@ -389,6 +389,23 @@ def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     return removed
 
 
+class DistinctKeys:
+    """A loader of yaml that refuses a key which occurs twice in a table."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        import yaml
+
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                problem = f"{name} occurs again, after line {seen[name]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen[name] = key.start_mark.line + 1
+        loaded: dict[Any, Any] = super().construct_mapping(node, deep)  # type: ignore[misc]
+        return loaded
+
+
 def is_plain_name(name: str) -> bool:
     """Return whether an untrusted name is a relative path that does not leave its folder."""
     if not name or "\0" in name or "\\" in name or name.startswith("/"):

@@ -298,7 +298,7 @@ def _call(
     values: dict[str, Any],
     is_isolated: bool,
 ) -> Call:
-    file = values.pop("config_file")
+    file = _given_once(values.pop("config_file"))
     assignments = values.pop("assignments") or []
     overrides: list[Override] = []
     for setting in settings:
@@ -319,6 +319,7 @@ def _call(
         overrides=[*parse_assignments(assignments, typed), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
+        used={setting.path for setting in settings},
     )
     return Call(config, console, file, assignments, overrides)
 
@@ -342,7 +343,7 @@ def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parame
             metavar="NAME" if is_long else joined or setting.metavar,
             rich_help_panel=setting.panel,
             hidden=is_hidden and not is_completion(),
-            autocompletion=completer(setting.choices) if setting.choices and not constant else None,
+            autocompletion=None if constant else completer(setting.completions),
         )
         if constant:
             yield _parameter(name, bool, option, default=False)
@@ -366,13 +367,19 @@ def _common_parameters() -> list[inspect.Parameter]:
         callback=show_short_help,
     )
     return [
-        _parameter("config_file", str | None, config),
+        _parameter("config_file", list[str] | None, config),
         _parameter("assignments", list[str] | None, assign),
         _parameter("as_json", bool, option("--json", help="Print the result as JSON"), False),
         _parameter("quiet", bool, quiet, False),
         _parameter("verbose", bool, verbose, False),
         _parameter("short_help", bool, short, False),
     ]
+
+
+def _given_once(files: list[str] | None) -> str | None:
+    if files and len(files) > 1:
+        raise UsageError(f"--config is given {len(files)} times", hint="give one file")
+    return files[0] if files else None
 
 
 def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:

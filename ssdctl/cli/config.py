@@ -86,10 +86,11 @@ def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
 def validate(
     call: Call,
     file: Annotated[
-        str, Argument(help="Config file", metavar="FILE", show_default=False)
-    ] = DEFAULT_FILE,
+        str | None, Argument(help="Config file", metavar="FILE", show_default=False)
+    ] = None,
 ) -> None:
     """Check the keys and values of a config file."""
+    file = file or call.config_file or DEFAULT_FILE
     sources = resolve(file=file, environment={}).sources.values()  # only the file
     keys = sum(source.kind is Kind.FILE for source in sources)
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")

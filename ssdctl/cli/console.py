@@ -49,6 +49,7 @@ class Console(logging.Handler):
         self.quiet = quiet
         self.verbose = verbose
         self.is_nested = False  # inside another command, such as demo
+        self._stdout: IO[str] | None = None  # while what others print goes to stderr
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
@@ -66,11 +67,19 @@ class Console(logging.Handler):
         self.is_nested = len(others) < len(outer)
         logger.handlers = [*others, self]
         logger.setLevel(logging.INFO)
+        self._stdout = sys.stdout if self.as_json else None  # not for what a plugin prints
+        aside = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
-            yield
+            with aside:
+                yield
         finally:
+            self._stdout = None
             logger.handlers = outer
             logger.setLevel(level)
+
+    @property
+    def stdout(self) -> IO[str]:
+        return self._stdout or sys.stdout
 
     @property
     def live(self) -> bool:
@@ -141,7 +150,7 @@ class Console(logging.Handler):
             is_painted: `human` is text with colors, and its other parts are printable.
         """
         if self.as_json:
-            self._write(_json(data), sys.stdout)
+            self._write(_json(data, self.stdout), self.stdout)
         elif isinstance(human, str):
             self._write(human if is_painted else printable(human), sys.stdout)
         elif human is not None:
@@ -183,7 +192,7 @@ class Console(logging.Handler):
             with disk_errors(STDOUT, "writing"), above_bars(stream):
                 print(_encodable(text, stream), file=stream, end=end, flush=True)
         except (DiskError, BrokenPipeError):
-            if stream is sys.stdout:
+            if stream is self.stdout:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
 
 
@@ -230,9 +239,9 @@ def table(*columns: str, rows: Iterable[Sequence[str]], left: Collection[int] = 
     return table
 
 
-def _json(data: Any) -> str:
+def _json(data: Any, stream: IO[str]) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    return text if is_encodable(text, sys.stdout) else json.dumps(data, allow_nan=False)
+    return text if is_encodable(text, stream) else json.dumps(data, allow_nan=False)
 
 
 def is_encodable(text: str, stream: IO[str]) -> bool:

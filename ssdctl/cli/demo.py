@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import shlex
-import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -108,9 +106,8 @@ def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> 
     console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
     console.info(echoed(arguments), "dim")
     try:
-        with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
-            line = [*arguments, *_common_options(call)]
-            click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
+        line = [*arguments, *_common_options(call)]
+        click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
     except SystemExit as end:
         if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             console.info(f"To continue the demo: {again}")

@@ -268,6 +268,8 @@ def completer(choices: Iterable[str] = (), metavar: str | None = None) -> Comple
 
     def complete(word: str) -> list[str]:
         prefix, start = _joined if _joined[0] else ("", word)
+        before, comma, start = start.rpartition(",")  # of a list
+        prefix += before + comma
         values = [*choices, *_values(kinds, start)]
         return [prefix + value for value in values if value.startswith(start)]
 

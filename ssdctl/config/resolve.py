@@ -13,7 +13,7 @@ import datetime
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -78,15 +78,21 @@ def resolve(
     overrides: Iterable[Override] = (),
     environment: Mapping[str, str] | None = None,
     default_file: bool = True,
+    used: Set[str] | None = None,
 ) -> Config:
-    """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`."""
+    """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`.
+
+    Args:
+        used: The settings whose rules are checked; None: all. A file may have those of other
+            commands.
+    """
     environment = os.environ if environment is None else environment
     launched = "{}" if file is not None else environment.get(FILES_VARIABLE, "{}")
     try:
         of_files = msgspec.json.decode(launched, type=dict[str, str])
     except DECODE_ERRORS:
         raise UsageError(f"{FILES_VARIABLE}: not what `ssdctl launch` sets") from None
-    if file is None and default_file and Path(DEFAULT_FILE).is_file():
+    if file is None and default_file and os.path.lexists(DEFAULT_FILE):
         file = DEFAULT_FILE
     layers = [
         *(read_toml(Path(file)) if file is not None else ()),
@@ -115,7 +121,8 @@ def resolve(
     config = Config(**tables, sources=sources)
     for paths, problem in conflicts(config):
         path = max(paths, key=lambda path: sources[path].kind)  # what the user chose
-        raise UsageError(f"{_named(sources[path], path)}: {problem}")
+        if used is None or sources[path].kind is Kind.CALL or not used.isdisjoint(paths):
+            raise UsageError(f"{_named(sources[path], path)}: {problem}")
     return config
 
 
@@ -134,12 +141,12 @@ def read_toml(path: Path) -> list[Override]:
     lines, names, overrides = _lines_of_keys(text), dict[str, tuple[str, Any]](), []
     for key, value in _flatten(tables):
         source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
-        _refuse_twice(key, key, value, names, f"{source}: ")
+        refuse_twice(key, key, value, names, f"{source}: ")
         overrides.append(Override(key, value, source))
     return overrides
 
 
-def _refuse_twice(
+def refuse_twice(
     path: str, name: str, value: Any, names: dict[str, tuple[str, Any]], where: str = ""
 ) -> None:
     """Add a source's name and value of a setting; raise UsageError if it has others for it."""
@@ -160,7 +167,9 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     """Return the line of each `section.key`, which the TOML parser does not report."""
     numbers: dict[str, int] = {}
     table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Text of several lines has no keys.
+    text = re.sub(r"('{3}|\"{3}).*?\1", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
+    for number, line in enumerate(text.replace('"', "").splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
             table = header[1] + "."
             numbers.setdefault(header[1], number)
@@ -178,7 +187,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
             except UnicodeEncodeError:  # Python's stand-ins for other bytes
                 raise UsageError(f"{variable}: {text!r} is not UTF-8 text") from None
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
-            _refuse_twice(path, variable, text, names)
+            refuse_twice(path, variable, text, names)
             overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import re
 import shlex
 import types
 import typing
@@ -34,7 +35,13 @@ from ssdctl.config.sections import (
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
 from ssdctl.runtime import plugins
-from ssdctl.runtime.plugins import AUGMENTATION_LISTS, AUGMENTATIONS, BACKBONES, PluginKind
+from ssdctl.runtime.plugins import (
+    AUGMENTATION_LISTS,
+    AUGMENTATIONS,
+    BACKBONES,
+    TRACKERS,
+    PluginKind,
+)
 
 
 class Kind(enum.IntEnum):
@@ -205,6 +212,12 @@ class Setting(NamedTuple):
         return self.own_choices if self.kind is None else plugins.choices(self.kind)
 
     @property
+    def completions(self) -> list[str]:
+        """The values, and names of which a list consists, that a shell completes."""
+        names = plugins.choices(OF_NAMES[self.path]) if self.path in OF_NAMES else ()
+        return list(dict.fromkeys((*self.choices, *names)))
+
+    @property
     def words(self) -> set[str]:
         """Return the words that are always possible: choices, and those that the help names."""
         return {
@@ -268,12 +281,20 @@ class Setting(NamedTuple):
         return f"SSDCTL_{self.section}__{self.name}".upper()
 
 
+OF_NAMES = {"train.augment": AUGMENTATIONS, "train.tracker": TRACKERS}  # lists of plugins
+
+
 def problem_of(path: str, value: Any) -> str | None:
     """Return what is wrong with a value of its setting's type, whatever the others are."""
     if path == "data.tile" and 0 < (value or 0) < MIN_TILE:
         return f"{value} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
     if path == "train.decay_epochs" and list(value) != sorted(set(value)):
         return "the epochs must increase"
+    if path in ("train.group", "prepare.group") and value is not None:
+        try:
+            re.compile(value)
+        except re.error as error:
+            return f"{value}: not a regular expression: {error}"
     if path == "train.augment" and value not in AUGMENTATION_LISTS:
         known, names = plugins.choices(AUGMENTATIONS), augmentation_names(value)
         if unknown := [name for name in names if name not in known]:

@@ -208,8 +208,22 @@ def test_config_commands(cli: Cli) -> None:
     assert "mlperf-r34" in cli("config", "presets").out
     Path("good.toml").write_text("[train]\nlr = 1\n")
     assert cli("config", "validate", "good.toml").code == 0
+    cli("config", "validate", "--config", "good.toml").expect(0)
+    cli("config", "show", "--config", "good.toml", "--config", "a.toml").expect(2, "2 times")
     assert cli("config", "init", "--force").code == 0
     assert cli("config", "validate").code == 0
+
+
+def test_a_file_may_have_settings_of_other_commands(cli: Cli) -> None:
+    Path("ssdctl.toml").write_text('[train]\ngroup = "(.)"\n')
+    cli("doctor", "--help").expect(0)
+    cli("runs", ".").expect(0)
+    cli("evaluate", "absent.pt").expect(2, "absent.pt: no such file")
+    for command in ("train --dry-run", "launch --cpus 2 --dry-run", "config show"):
+        cli(*command.split()).expect(2, "ssdctl.toml:2: train.group: belongs to --fold")
+    Path("ssdctl.toml").unlink()
+    Path("ssdctl.toml").symlink_to("absent.toml")
+    cli("runs", ".").expect(2, "ssdctl.toml: no such config file")
 
 
 def test_what_cannot_be_scored_is_a_warning(cli: Cli, dataset: Path) -> None:

@@ -220,7 +220,7 @@ def test_sshd_passes_the_cards_of_a_part_of_a_node_on(modules: str) -> None:
 def test_settings_of_shared_clusters(cli: Cli) -> None:
     Path("patch.yaml").write_text(
         "metadata: {annotations: {a/b: c d, on: 12:30, day: 2026-01-02}}\nspec:\n  hostNetwork: true\n  priorityClassName: high\n  tolerations: [{key: spot, operator: Exists}]\n"
-        "  containers: [{name: main, securityContext: {runAsUser: 1000}}]\n"
+        "  containers: [{name: main, securityContext: {runAsUser: 1e3}}]\n"
         "  volumes: [{name: v, configMap: {name: on, defaultMode: 0644}}]\n"
         "job: {ttlSecondsAfterFinished: 60}\n"
     )
@@ -236,7 +236,7 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     assert (pod["priorityClassName"], pod["hostNetwork"]) == ("high", True)
     assert [t["key"] for t in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
     (container,) = pod["containers"]
-    assert container["securityContext"] == {"runAsUser": 1000}
+    assert json.dumps(container["securityContext"]) == '{"runAsUser": 1000}'  # not 1000.0
     assert container["image"] == "a"
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
     arguments = ["launch", "--gpus", 4, *IN_A_POD[2:], *words, "--dry-run"]
@@ -244,7 +244,8 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
              "spec: {containers: }": "spec.containers", "spec: {volumes: {}}": "spec.volumes",
              "job: 3": "job", "spec: {containers: [{name: main, env: }]}": "spec.containers.main.env",
              "spec: {a: [.nan]}": "spec.a[0]", "spec: {1: b}": "spec.1", "spec: &a {a: *a}": "YAML",
-             "metadata: {a: !!binary YQ==}": "metadata.a"}  # fmt: skip
+             "metadata: {a: !!binary YQ==}": "metadata.a",
+             "spec:\n  a: 1\n  a: 2": "a occurs again"}  # fmt: skip
     for text, place in wrong.items():
         Path("patch.yaml").write_text(text)
         cli(*arguments).expect(2, place)

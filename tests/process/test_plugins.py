@@ -175,6 +175,9 @@ def test_a_resume_with_a_pixel_augmentation_is_exact(site: Path, shapes: Path, c
     assert not torch.equal(first, second)
 
 
+SPOKEN = "printed by the plugin"  # not into the JSON of a command
+
+
 class Part(NamedTuple):
     """A function of a plugin that can be faulty."""
 
@@ -310,10 +313,10 @@ def command_of(kind: str, part: str, data: Path, out: Path) -> list[object]:
 def run(folder: Path, kind: str, part: str, source: str) -> tuple[Result, str]:
     """Run the command with the faulty module; return its result, and the name of the plugin."""
     number = next(NUMBERS)
-    files = changed(number, {f"my_plugins/{kind}.py": source})
+    files = changed(number, {f"my_plugins/{kind}.py": f"print({SPOKEN!r})\n{source}"})
     with installed(folder / f"site-{number}", files):
-        command = command_of(kind, part, folder / "photos", folder / f"run-{number}")
-        result = run_cli(*command)
+        name, *words = command_of(kind, part, folder / "photos", folder / f"run-{number}")
+        result = run_cli(name, "--json", *words)
         assert [p for p in broken_plugins() if f"faulty_{kind} " not in p] == []
     shutil.rmtree(folder / f"site-{number}")
     shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
@@ -338,6 +341,7 @@ def check(folder: Path, kind: str, part: str, source: str, *, must_fail: bool) -
     shown = f"{kind}.{part}\n{source}\n{result}"
     assert result.code in (0, 2, 3), shown
     assert "a bug in ssdctl" not in result.err, shown
+    assert SPOKEN not in result.out, shown
     if result.code or must_fail:
         assert f"faulty_{kind}" in result.err, shown
         assert package in result.err, shown

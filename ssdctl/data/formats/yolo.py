@@ -40,7 +40,7 @@ from ssdctl.data.image_files import (
     size_or_none,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited, read_text
+from ssdctl.files import DistinctKeys, read_errors, read_limited, read_text
 from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
@@ -67,18 +67,8 @@ class _Listed(NamedTuple):
     name: str
 
 
-class _DistinctKeys(yaml.BaseLoader):
-    """Loads every value as text: a class may have the name `no`. Refuses keys that occur twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                problem = f"{name} occurs again, after line {seen[name]}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen[name] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+class _Loader(DistinctKeys, yaml.BaseLoader):
+    """Loads every value as text: a class may have the name `no`."""
 
 
 def recognize(path: Path) -> Path | None:
@@ -167,7 +157,7 @@ def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
             continue
         try:
             with read_errors(path):
-                content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_DistinctKeys)
+                content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_Loader)
         except (yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:

@@ -23,7 +23,7 @@ import msgspec
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode, UsageError
-from ssdctl.files import read_limited, unreadable
+from ssdctl.files import DistinctKeys, read_limited, unreadable
 from ssdctl.launch.base import (
     POLL_S,
     WRITTEN,
@@ -205,8 +205,12 @@ def _is_in(path: str, folders: list[str]) -> bool:
 def _patch(path: Path) -> dict[str, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader): ...
+    class Loader(DistinctKeys, yaml.SafeLoader):
+        def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+            value = super().construct_yaml_float(node)
+            return int(value) if value.is_integer() else value  # Go refuses 8.0 for a number
 
+    Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
     Loader.yaml_implicit_resolvers = {}
     for kind, pattern in SCALARS.items():
         tag = f"tag:yaml.org,2002:{kind}"
