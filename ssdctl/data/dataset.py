@@ -457,7 +457,9 @@ def _no_dataset(path: Path) -> DataError:
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above) or _has_labels_of(path, above, files):
-        hint = f"did you mean the folder above, --data {quoted_folder(above)}?"
+        if not any(recognized(above)) and any(recognized(above.parent)):  # of train/images
+            above = above.parent
+        hint = f"did you mean the dataset's folder, --data {quoted_folder(above)}?"
     elif below := datasets_in(path):
         named = quoted_folder(below[0])
         hint = f"a folder in it is a dataset: --data {named}; or write a dataset.toml"

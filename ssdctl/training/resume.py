@@ -147,11 +147,12 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
 def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     """Compare the settings that affect results with the checkpoint's; warn if they may differ."""
     changed, now = _changed_settings(plan, checkpoint), snapshot(plan.config)
-    texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
+    texts = []  # first what a rule's settings follow
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
     if is_other_data := checkpoint.images != plan.images:
         texts.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
+    texts += [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if not texts:
         return
     is_other_network = not NETWORK.isdisjoint(changed)
