@@ -220,6 +220,16 @@ def run_dir(config: Config) -> RunDir:
     return RunDir(RUNS / f"{name}-{start}{preset}{fold}")
 
 
+def with_paths_from(folder: Path, config: Config) -> Config:
+    """Return a config whose relative paths were meant in a folder that is not the working one."""
+    config = config.with_value("train.out", str(folder / run_dir(config).path))
+    if (weights := config.model.weights_name) and (folder / weights).is_file():
+        config = config.with_value("model.weights", str(folder / weights))
+    if config.train.mllog is not None:
+        config = config.with_value("train.mllog", str(folder / config.train.mllog))
+    return config
+
+
 def run_of(checkpoint: Path) -> RunDir:
     """Return the folder of the run that a checkpoint belongs to: of RUN/checkpoints/FILE."""
     return RunDir(checkpoint.absolute().parent.parent)

@@ -16,7 +16,9 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ from ssdctl.device import opened_device
 from ssdctl.distributed import collectives, find_ranks
 from ssdctl.distributed.process_group import failing_together, process_group
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
-from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
+from ssdctl.runs.folder import RunDir, exclusive_run, run_dir, with_paths_from
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import without_progress
@@ -136,6 +138,7 @@ class Trainer:
             given = overrides_of("train", {"data": data, **settings})
             self.config = with_absolute_paths(resolve_call(config, given))
             self.path = run_dir(self.config).path
+            self._folder_of_call = Path.cwd()
         if isinstance(observers, Observer):
             raise UsageError("observers: a single Observer", hint="write observers=[observer]")
         observers = list(observers)
@@ -150,7 +153,7 @@ class Trainer:
         self._observers = Observers()
         self._state: Literal["new", "open", "closed"] = "new"
         self._resources = contextlib.ExitStack()
-        self._loop: Generator[Step, None, None] | None = None
+        self._loop: Callable[[], Generator[Step, None, None] | None] = lambda: None
 
     @public_call()
     def open(self) -> None:
@@ -167,6 +170,8 @@ class Trainer:
         if self._state == "open":
             return
         self._require("new")
+        if Path.cwd() != self._folder_of_call:
+            self.config = with_paths_from(self._folder_of_call, self.config)
         with contextlib.ExitStack() as resources, signals.handled():
             self._open(resources)
             self._resources = resources.pop_all()
@@ -213,7 +218,7 @@ class Trainer:
             # The program may change its folder; `path` is for messages.
             self.plan = dataclasses.replace(self.plan, out=self.path.absolute())
             self._open_state(checkpoint)
-            resources.callback(self._abort)
+            resources.callback(_call, weakref.WeakMethod(self._abort))
             self._start_observers(setup.observers_of(self.plan))
         setup.warn_about(self.plan, self.splits, self.step)
 
@@ -276,8 +281,9 @@ class Trainer:
             ssdctl.errors.UsageError: The trainer is closed.
         """
         self._leave_loop()
-        self._loop = self._iterate()
-        return self._loop
+        loop = self._iterate()
+        self._loop = weakref.ref(loop)  # `break` frees it, which restores the signal handlers
+        return loop
 
     @public_iterator
     def _iterate(self) -> Generator[Step, None, None]:
@@ -481,12 +487,13 @@ class Trainer:
 
     def _leave_loop(self) -> None:
         """End the loop in progress, its decode threads and its signal handlers."""
-        loop, is_in_step, self._loop = self._loop, self._is_in_step(), None
+        loop, is_in_step = self._loop(), self._is_in_step()
         if loop is not None and not is_in_step:
             loop.close()
+        self._loop = lambda: None
 
     def _is_in_step(self) -> bool:
-        loop = self._loop
+        loop = self._loop()
         return loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING
 
     def _require(self, state: str) -> None:
@@ -726,3 +733,8 @@ class Trainer:
         was_stopped = outcome == "finished" and ends[-1:] == ["stopped"]  # with nothing left to do
         has_progressed = self._has_trained() or has_evaluated or was_stopped
         self._observers.end(End(self.step, outcome, self.summary(), signal_name, has_progressed))
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()

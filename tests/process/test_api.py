@@ -93,18 +93,19 @@ def test_a_stepped_run_is_the_run_of_the_command(
     assert cli(*command, *options, "--out", "command").code == 0
     common = {**TINY, "steps": 4, "config": "settings.toml"}
     ssdctl.train(shapes, out="function", **common)
-    trainer = ssdctl.Trainer(shapes, out="stepped", **common)
-    for step in trainer:
-        if step.step == 2:
-            break
-    assert repr(trainer) == "Trainer(stepped: step 2 of 4)"
+    trainer, stepped = ssdctl.Trainer(shapes, out="stepped", **common), Path("stepped").absolute()
     Path("elsewhere").mkdir()
     with monkeypatch.context() as patch:
         patch.chdir("elsewhere")
+        for step in trainer:
+            if step.step == 2:
+                break
+        assert repr(trainer) == f"Trainer({stepped}: step 2 of 4)"
         trainer.save()
         assert [step.step for step in trainer] == [3, 4]
     assert not Path("stepped/.lock").exists()
     assert not any(Path("elsewhere").iterdir())
+    assert len(Path("log.txt").read_text().splitlines()) > 50  # of three runs
     runs = ("command", "function", "stepped")
     first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
     for other in others:

@@ -58,6 +58,7 @@ result = ssdctl.evaluate("run", "shapes", split="train", device="cpu", workers=2
 result = ssdctl.evaluate("rows.json", "shapes")
 result = ssdctl.prepare("shapes", store="OUT", jobs=2, force=True).splits[0].images
 result = [ssdctl.Dataset("shapes", "val")[n] for n in (0, -1)]
+result = next(iter(ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY))).loss; ssdctl.train("shapes", out="OUT", steps=2, **TINY)
 result = ssdctl.export("run", "OUT.safetensors", format="safetensors")["format"]
 result = [ssdctl.Run("run"), ssdctl.Run("run").best_metrics, ssdctl.Run("run").plot().size]
 result = ssdctl.report("run", out="OUT.html").is_file()
