@@ -9,6 +9,7 @@ file has only the weights and the classes (exported.py), other systems' have oth
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -272,8 +274,7 @@ def read_payload(path: Path) -> Any:
             )
         if magic == b"PK":
             check_zip(path)
-        # Other programs save their options, too: a Namespace only holds values.
-        inert = torch.serialization.safe_globals([argparse.Namespace])
+        inert = torch.serialization.safe_globals(_inert_types())
         with torch_warnings_ignored(), inert:  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except SsdctlError:
@@ -282,6 +283,18 @@ def read_payload(path: Path) -> Any:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
         raise _not_loaded(path, error) from None
+
+
+def _inert_types() -> list[Any]:
+    """Return what other programs' files name that only holds values.
+
+    A Namespace has their options. Tensors of TPUs are saved as arrays of numpy 1 or 2.
+    """
+    build: Any = np.zeros(0).__reduce__()[0]
+    names = [f"numpy.{core}.multiarray.{build.__name__}" for core in ("core", "_core")]
+    kinds = {type(np.dtype(name)) for name in ("float32", "float64", "int64", "uint8", "bool")}
+    arrays = [np.ndarray, np.dtype, *kinds, codecs.encode, *((build, name) for name in names)]
+    return [argparse.Namespace, *arrays]
 
 
 def _not_loaded(path: Path, error: Exception) -> IntegrityError:

@@ -3,13 +3,14 @@
 import pickle
 import re
 import threading
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, read_payload
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
@@ -91,6 +92,32 @@ def test_third_party_file_from_before_zip_is_read(tmp_path: Path) -> None:
     read = load_checkpoint(path)
     assert read.architecture == Architecture("tiny", "batch", 4)
     load_network(read)
+
+
+class OnTpu(NamedTuple):
+    """A tensor that is pickled as one of PyTorch/XLA."""
+
+    tensor: torch.Tensor
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        build = torch._utils._rebuild_device_tensor_from_numpy  # type: ignore[attr-defined]
+        return (build, (self.tensor.numpy(), self.tensor.dtype, "xla:1", False))
+
+
+@pytest.mark.parametrize("module", ["numpy.core", "numpy._core"])  # of numpy 1 and 2
+def test_third_party_file_of_a_tpu_is_read(tmp_path: Path, module: str) -> None:
+    expected = to_third_party(SSD300("tiny", 4, "batch").state_dict(), "nvidia")
+    torch.save({"model": {k: OnTpu(v) for k, v in expected.items()}}, tmp_path / "written.pt")
+    path = tmp_path / "epoch_1.pt"
+    with zipfile.ZipFile(tmp_path / "written.pt") as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = re.sub(rb"\bnumpy\._?core\b", module.encode(), old.read(name))
+            new.writestr(name, content)
+    read = load_checkpoint(path)
+    assert read.architecture == Architecture("tiny", "batch", 4)
+    assert read_payload(path)["model"].keys() == expected.keys()
+    for name, tensor in read_payload(path)["model"].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
 def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
