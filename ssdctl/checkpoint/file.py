@@ -132,6 +132,12 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
                 f"{type(network).__name__} has a `{name}` of its own, which a checkpoint lacks",
                 hint="call `detect` of the network, or load its weights into an ssdctl.SSD300",
             )
+    if any(t.is_meta or type(t).__name__ == "DTensor" for t in network.state_dict().values()):
+        raise UsageError(
+            "the network's weights are not in this process's memory (fully_shard, or device meta)",
+            hint="gather them: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), and load them into an ssdctl.SSD300",
+        )
     state = {
         name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
         for name, tensor in network.state_dict().items()

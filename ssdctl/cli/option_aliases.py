@@ -293,16 +293,19 @@ class Word(NamedTuple):
         is_short = len(self.flag) == 2  # `-b128`
         return self.flag if is_short else self.typed[0].partition("=")[0]
 
-    def refusal(self, row: Row) -> str:
-        """Return what to write instead, and why."""
+    def refusal(self, row: Row, command: str) -> str:
+        """Return what to write instead in a command, and why."""
         instead = row.instead.replace("{}", ",".join(self.values) or row.metavar.rstrip("."))
+        words, own = instead.split(), ["ssdctl", *command.split()]
+        if words[: len(own)] == own:  # it is given already
+            instead = " ".join(words[len(own) :])
         use = f"use {instead}" if instead else "leave it out"
         return f"{self.name}: {use}{f' ({row.remark})' if row.remark else ''}"
 
 
 def refuse(command: str, words: Sequence[Word]) -> None:
     """Raise UsageError if a command, such as `benchmark train`, does not have some options."""
-    texts = list(dict.fromkeys(word.refusal(word.row) for word in words if word.row))
+    texts = list(dict.fromkeys(word.refusal(word.row, command) for word in words if word.row))
     if len(texts) > 1:
         problem = f"{len(texts)} options are not those of ssdctl {command}:"
         raise UsageError("\n  ".join([problem, *texts]))

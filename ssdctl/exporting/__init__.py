@@ -229,6 +229,9 @@ def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
     if kind == "nvidia" and architecture.num_classes != NVIDIA_CLASSES:
         text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
         log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
+    if kind == "mlperf" and architecture.backbone != "resnet34":
+        text = "Habana's and MLPerf's programs build a ResNet-34, this file has a %s: "
+        log.warning(text + "only ssdctl reads it", architecture.backbone)
     weights = to_third_party(checkpoint.model, kind)
     names = label_map(checkpoint.classes)
     with atomic_write(target) as file:

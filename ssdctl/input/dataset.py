@@ -249,11 +249,19 @@ class Dataset(torch.utils.data.Dataset[Item]):
         """Open the store again in another process, because its files are memory-mapped."""
         names = vars(self).keys() - {*self._opened, "_opened"}
         own = {name: value for name, value in vars(self).items() if name in names}
-        return _reopened, (type(self), self._arguments, self._options), own
+        digest = self._split.labels_digest()
+        return _reopened, (type(self), self._arguments, self._options, digest), own
 
 
-def _reopened(kind: type[Dataset], arguments: tuple[Any, ...], options: dict[str, Any]) -> Dataset:
+def _reopened(
+    kind: type[Dataset], arguments: tuple[Any, ...], options: dict[str, Any], digest: str
+) -> Dataset:
     """Return a dataset without its own attributes; a subclass may be made of other arguments."""
     dataset = object.__new__(kind)
     Dataset.__init__(dataset, *arguments, **options)
+    if dataset._split.labels_digest() != digest:
+        raise DataError(
+            f"{arguments[0]}: was prepared again since this process's Dataset was opened",
+            hint="make the Dataset again",
+        )
     return dataset

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ class SSD300(nn.Module):
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
-        self._frozen_parameters: list[nn.Parameter] = []  # by `freeze`
+        self._frozen_names: list[str] = []  # of parameters, by `freeze`
         self._is_norm_frozen = False
         self.constants = file.CONSTANTS
         built, self.first_map_norm, extra = build_parts(file.build, plugin, extra_norm)
@@ -361,7 +362,7 @@ class SSD300(nn.Module):
     @property
     def _weight(self) -> Tensor:
         """A tensor whose device and precision images get."""
-        return next(self.parameters())
+        return next(itertools.chain(self.parameters(), self.buffers()))  # FSDP 1 takes the first
 
     def _loss_on_device(self) -> MultiboxLoss:
         weight = self._weight
@@ -389,13 +390,14 @@ class SSD300(nn.Module):
         """
         if not 0 <= stages <= len(self.backbone.stages):
             raise UsageError(f"freeze: {stages} is not 0 to {len(self.backbone.stages)} stages")
-        for parameter in self._frozen_parameters:
-            parameter.requires_grad_(True)
+        parameters = dict(self.named_parameters())
+        for name in self._frozen_names:
+            parameters[name].requires_grad_(True)
         self._frozen_stages = stages
-        parameters = [p for module in self._frozen_modules() for p in module.parameters()]
-        self._frozen_parameters = [p for p in parameters if p.requires_grad]
-        for parameter in self._frozen_parameters:
-            parameter.requires_grad_(False)
+        frozen = {p for module in self._frozen_modules() for p in module.parameters()}
+        self._frozen_names = [n for n, p in parameters.items() if p in frozen and p.requires_grad]
+        for name in self._frozen_names:
+            parameters[name].requires_grad_(False)
         self.train(self.training)
 
     def freeze_norm(self) -> None:
