@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,16 @@ def test_a_loader_collates_items_also_in_another_process(
     images, targets = next(iter(DataLoader(dataset, batch_size=3, collate_fn=dataset.collate)))
     assert [len(images), len(targets)] == [3, 3]
     assert torch.equal(images[2], dataset[2][0])
+
+
+def test_a_store_that_changes_before_a_worker_opens_it(shapes: Path, tmp_path: Path) -> None:
+    data = tmp_path / "copy"
+    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
+    pickled = pickle.dumps(ssdctl.Dataset(data, "val"))
+    labels = data / "annotations/instances_val2017.json"
+    labels.write_text(labels.read_text().replace('"category_id":1', '"category_id":2'))
+    with pytest.raises(DataError, match="was prepared again"):
+        pickle.loads(pickled)
 
 
 def test_wrong_datasets_are_named(shapes: Path) -> None:

@@ -41,8 +41,9 @@ from ssdctl.launch.base import (
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
+from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.training.observers.trackers import find_trackers
-from ssdctl.training.plan import check_settings, make_plan
+from ssdctl.training.plan import check_settings, check_shares, make_plan
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
@@ -114,6 +115,9 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     device = device_type(device_name)
     if has_data:  # in pods, which have other packages, the ranks report it
         find_trackers(config.train)
+    batch_size, version = config.train.batch_size, config.launch.tpu_version
+    if version and TPU_VERSIONS[version].has_two_cores and batch_size != "auto":
+        check_shares(batch_size, 2 * count, device_name)  # one process drives all chips
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):

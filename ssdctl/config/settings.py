@@ -138,7 +138,13 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     is_others = named and max(named, key=len) != model.backbone  # `resnet34-mine` is one, too
     if is_others and not Path(model.weights).is_file():
         keys = ("model.weights", "model.backbone")
-        yield keys, f"{model.weights} does not fit {model.backbone}"
+        yield (
+            keys,
+            (
+                f"{model.weights} does not fit {model.backbone}: choose both --backbone and "
+                "--backbone-weights, such as imagenet-v1 or none"
+            ),
+        )
     with contextlib.suppress(UsageError):  # the commands that use the backbone report it
         norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
         if norms in (("none",), ("batch",)) and model.extra_norm not in norms:

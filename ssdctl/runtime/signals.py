@@ -80,6 +80,7 @@ def handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _restore_earlier()
     if not _blocks and signal.getsignal(signal.SIGTERM) is not _handle:
         _earlier.update({number: signal.getsignal(number) for number in STOP_SIGNALS})
         install()
@@ -89,12 +90,17 @@ def handled() -> Iterator[None]:
         yield
     finally:
         _blocks.discard(block)
-        if not _blocks and _earlier:
-            restore()
-            for number, handler in _earlier.items():
-                if handler is not None:  # None: not installed by Python
-                    signal.signal(number, handler)
-            _earlier.clear()
+        if threading.current_thread() is threading.main_thread():
+            _restore_earlier()  # else the next signal does
+
+
+def _restore_earlier() -> None:
+    if not _blocks and _earlier:
+        restore()
+        for number, handler in _earlier.items():
+            if handler is not None:  # None: not installed by Python
+                signal.signal(number, handler)
+        _earlier.clear()
 
 
 @contextlib.contextmanager
@@ -161,6 +167,10 @@ def until_stopped(items: Iterable[T], **_: Any) -> Iterator[T]:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    if _earlier and not _blocks:  # the last block ended in another thread
+        _restore_earlier()
+        signal.raise_signal(number)
+        return
     _received.append(number)
     if _received.count(signal.SIGINT) > 1:
         raise KeyboardInterrupt

@@ -28,7 +28,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import UsageError
 from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of
-from ssdctl.training.plan import Network, Plan, make_plan
+from ssdctl.training.plan import Network, Plan, check_shares, make_plan
 from ssdctl.training.step import LossModule, build_step
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def plan_on_device(
         architecture = architecture_of(trial.config, num_classes)
         size = largest_batch(trial.config.train, architecture, device, ranks, trial.precision)
     plan = planned(largest_batch=size)
-    _check_shares(plan.batch_size, device)
+    check_shares(plan.batch_size, device.num_cores, device.name)
     for notice in plan.notices:
         log.warning("%s", notice)
     return plan
@@ -143,16 +143,6 @@ def largest_batch(
             hint="choose a smaller --backbone, or give a number, as in --bs 2",
         )
     return max(fits - fits % device.num_cores, device.num_cores)
-
-
-def _check_shares(batch_size: int, device: Device) -> None:
-    cores = device.num_cores
-    if batch_size % cores:
-        nearest = max(batch_size - batch_size % cores, cores)
-        raise UsageError(
-            f"--bs {batch_size}: the {cores} cores of device {device.name} cannot share it equally",
-            hint=f"--bs {nearest} is a multiple of {cores}",
-        )
 
 
 def _measure_largest_batch(

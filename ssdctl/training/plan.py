@@ -304,6 +304,16 @@ def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...
     )
 
 
+def check_shares(batch_size: int, cores: int, device_name: str) -> None:
+    """Raise UsageError if the cores of a device cannot share the batch equally."""
+    if batch_size % cores:
+        nearest = max(batch_size - batch_size % cores, cores)
+        raise UsageError(
+            f"--bs {batch_size}: the {cores} cores of device {device_name} cannot share it equally",
+            hint=f"--bs {nearest} is a multiple of {cores}",
+        )
+
+
 def _with_precision(config: Config, device: DeviceFacts | None) -> Config:
     if device is None or config.train.precision in device.precisions:
         return config

@@ -39,6 +39,27 @@ def test_the_handlers_of_the_program_are_restored() -> None:
 
 
 @pytest.mark.usefixtures("_own_handler")
+@pytest.mark.parametrize("next_is", ["a signal", "a block"])
+def test_a_block_that_another_thread_ends(next_is: str) -> None:
+    """As of a trainer: the handlers are restored when they are needed."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: told.append(number))
+    own = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
+    block = signals.handled()
+    block.__enter__()
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    if next_is == "a signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        with signals.handled():
+            assert signals.stop_requested() is None
+    assert [signal.getsignal(number) for number in signals.STOP_SIGNALS] == own
+    assert told == [signal.SIGTERM] * (next_is == "a signal")
+
+
+@pytest.mark.usefixtures("_own_handler")
 def test_other_threads_do_not_handle_signals() -> None:
     own = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
     inside = []
