@@ -150,9 +150,11 @@ def test_classes_match_by_name(cli: Cli, checkpoint: Path, shapes: Path, tmp_pat
     assert rows[0] == rows[1]
 
     labels = next(root.glob("annotations/*.json"))
+    cli("evaluate", checkpoint, "--data", root, "--detections", labels).expect(2, "in the dataset")
+    Path("mine.json").write_bytes(labels.read_bytes())
     Path("mine.csv").write_text("rank,name\n")
     Path("mine.html").write_text("<!doctype html><title>mine</title>")
-    for option, file in (("--detections", labels), ("--suspects", "mine.csv")):
+    for option, file in (("--detections", "mine.json"), ("--suspects", "mine.csv")):
         cli("evaluate", checkpoint, "--data", root, option, file).expect(2, "earlier result")
     both = ("--detections", "new", "--suspects", "./new")
     cli("evaluate", checkpoint, "--data", root, *both).expect(2, "both")
