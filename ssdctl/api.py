@@ -178,7 +178,7 @@ def prepare(
         "shrink": shrink,
         "jobs": jobs,
     }
-    config = resolve_call(config, overrides_of("prepare", given))
+    config = resolve_call(config, overrides_of("prepare", given), "data", "prepare")
     from ssdctl.data.open_dataset import prepare_dataset
 
     return prepare_dataset(config, force=force, progress=_progress(progress))
@@ -286,7 +286,8 @@ def evaluate(
     from ssdctl.evaluation.evaluate import evaluate_files
 
     with _failing_together(distributed):
-        config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
+        given = overrides_of("evaluate", {"data": data, **settings})
+        config = resolve_call(config, given, "data", "evaluate")
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
         if report is not None:
             make_report_dir(Path(report))
@@ -372,7 +373,7 @@ def export(
     """
     thresholds = {"score_threshold": score_threshold, "nms_iou": nms_iou}
     given = overrides_of("evaluate", {"data": data, "limit": limit, **thresholds})
-    config = resolve_call(config, given)
+    config = resolve_call(config, given, "data", "evaluate")
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(

@@ -42,6 +42,7 @@ Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
 OTHER_SUFFIXES = (ONNX, SAFETENSORS, ".pt2", ".xml", ".json")
 HOW_TO_SAVE = "write checkpoints of your own with model.save(path, class_names=[...])"
+OF_RUN = re.compile(r"(best|last|step-\d+)\.pt")  # names that others may not have
 MAX_NAMED_KEYS = 5  # in the message for another program's file
 
 
@@ -102,7 +103,8 @@ def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
     The score arrives after the checkpoint is saved: the file may have those of one before.
     """
     run = run_of(read.path)
-    if not isinstance(read, Checkpoint) or read.path.absolute().parent != run.checkpoints:
+    is_of_run = read.path.absolute().parent == run.checkpoints and OF_RUN.fullmatch(read.path.name)
+    if not (isinstance(read, Checkpoint) and is_of_run):
         return read
     if (scores := thresholds_at(run.metrics, read.step)) is None:
         return read

@@ -55,6 +55,7 @@ from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
+OF_TRAINING = ("model.", "train.")
 LONGEST_METAVAR = 24
 # Settings of the recipe that the rule for few images replaces (ssdctl/training/small_data.py).
 FITTED = {
@@ -301,6 +302,7 @@ def _call(
     file = _given_once(values.pop("config_file"))
     assignments = values.pop("assignments") or []
     overrides: list[Override] = []
+    launched = values.get("rest")  # another command than train
     for setting in settings:
         for flag, parameter, constant in _options(setting):
             value = values.pop(parameter)
@@ -319,7 +321,7 @@ def _call(
         overrides=[*parse_assignments(assignments, typed), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
-        used={setting.path for setting in settings},
+        used={s.path for s in settings if not (launched and s.path.startswith(OF_TRAINING))},
     )
     return Call(config, console, file, assignments, overrides)
 
@@ -343,7 +345,7 @@ def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parame
             metavar="NAME" if is_long else joined or setting.metavar,
             rich_help_panel=setting.panel,
             hidden=is_hidden and not is_completion(),
-            autocompletion=None if constant else completer(setting.completions),
+            autocompletion=None if constant else completer(setting.choices, parts=setting.parts),
         )
         if constant:
             yield _parameter(name, bool, option, default=False)

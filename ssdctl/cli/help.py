@@ -254,23 +254,27 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def completer(choices: Iterable[str] = (), metavar: str | None = None) -> Completer | None:
+def completer(
+    choices: Iterable[str] = (), metavar: str | None = None, parts: Iterable[str] = ()
+) -> Completer | None:
     """Return typer's `autocompletion` of a value, or None if it can be any text or file.
 
     Args:
         choices: The values that are always possible.
         metavar: The value's placeholder in `--help`: `RUN` completes run folders, `CKPT` also
             detectors, `KEY=VALUE` the keys of settings.
+        parts: Names of which the value may be a list, `A,B`.
     """
     kinds = set(re.split(r"[^\w=]", metavar or ""))
-    if not choices and not kinds & {"KEY=VALUE", "RUN", "CKPT"}:
+    if not (choices or parts) and not kinds & {"KEY=VALUE", "RUN", "CKPT"}:
         return None
 
     def complete(word: str) -> list[str]:
         prefix, start = _joined if _joined[0] else ("", word)
-        before, comma, start = start.rpartition(",")  # of a list
-        prefix += before + comma
-        values = [*choices, *_values(kinds, start)]
+        values = [*choices, *_values(kinds, start), *parts]
+        if parts and "," in start:
+            before, _, start = start.rpartition(",")
+            prefix, values = f"{prefix}{before},", [p for p in parts if p not in before.split(",")]
         return [prefix + value for value in values if value.startswith(start)]
 
     return complete

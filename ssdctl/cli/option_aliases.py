@@ -30,6 +30,10 @@ CHECKPOINT_METAVAR = "CKPT"  # of that argument, in commands that accept it as a
 CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir", "--model")
 
 
+# Of evaluations, which training runs: of their other options, other meanings are likelier.
+DETECTION = ("evaluate.score_threshold", "evaluate.nms_iou")
+
+
 class AliasCommand(HelpCommand):
     settings: Sequence[Setting] = ()
     # The option that was typed for each one that replaces it: `--batch_size` for `--bs`.
@@ -155,7 +159,8 @@ class AliasCommand(HelpCommand):
                     templates.setdefault(*_template(setting, alias))
         if any(setting.path == "train.epochs" for setting in self.settings):
             for setting in select("evaluate.*"):  # training runs evaluations
-                for alias in (*setting.aliases, *(() if setting.is_flag else setting.flags)):
+                names = setting.flags if setting.path in DETECTION else ()
+                for alias in (*setting.aliases, *names):
                     templates.setdefault(alias, f"--set={setting.path}=")
         outputs = ("--store",) if self.name == "prepare" else ()  # elsewhere it is read
         for name, targets in COMMAND_ALIASES.items():

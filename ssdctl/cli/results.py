@@ -211,7 +211,8 @@ def evaluate(
     if report is not None:
         make_report_dir(Path(report))  # before the detection, which may take hours
     for option, file in (("--detections", detections), ("--suspects", suspects)):
-        if file is not None:
+        is_in_run = any(RunDir(p).metrics.exists() for p in Path(file or "").absolute().parents)
+        if file is not None and not is_in_run:
             refuse_in_dataset(Path(file), option=option)
     if suspects is not None:
         from ssdctl.evaluation.suspects import COLUMNS

@@ -219,16 +219,23 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
     raise UsageError(f"{name} {value!r}: expected a whole number, {limit}")
 
 
-def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Config:
-    """Resolve the config of a call from `config` and `given`; nothing else is read."""
+def resolve_call(config: ConfigLike | None, given: Sequence[Override], *tables: str) -> Config:
+    """Resolve the config of a call from `config` and `given`; nothing else is read.
+
+    Args:
+        tables: Of the settings whose rules are checked; none: all.
+    """
     if isinstance(config, Mapping):
         raise UsageError("config: a dictionary", hint="write config=ssdctl.configure(train={...})")
     if isinstance(config, Config) and not given:
         return config
     if not isinstance(config, Config):
         file = None if config is None else os.fspath(config)
-        return resolve(file=file, overrides=given, environment={}, default_file=False)
-    return resolve(overrides=[*_chosen(config), *given], environment={}, default_file=False)
+        overrides = [*given]
+    else:
+        file, overrides = None, [*_chosen(config), *given]
+    used = {path for path, s in all_settings().items() if s.section in tables} if tables else None
+    return resolve(file=file, overrides=overrides, environment={}, default_file=False, used=used)
 
 
 def _chosen(config: Config) -> list[Override]:

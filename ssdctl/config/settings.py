@@ -218,10 +218,10 @@ class Setting(NamedTuple):
         return self.own_choices if self.kind is None else plugins.choices(self.kind)
 
     @property
-    def completions(self) -> list[str]:
-        """The values, and names of which a list consists, that a shell completes."""
+    def parts(self) -> list[str]:
+        """The names of which its value is a list, that a shell completes."""
         names = plugins.choices(OF_NAMES[self.path]) if self.path in OF_NAMES else ()
-        return list(dict.fromkeys((*self.choices, *names)))
+        return [name for name in names if name not in self.choices]
 
     @property
     def words(self) -> set[str]:

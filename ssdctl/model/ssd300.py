@@ -392,7 +392,8 @@ class SSD300(nn.Module):
             raise UsageError(f"freeze: {stages} is not 0 to {len(self.backbone.stages)} stages")
         parameters = dict(self.named_parameters())
         for name in self._frozen_names:
-            parameters[name].requires_grad_(True)
+            if name in parameters:  # else its module was replaced
+                parameters[name].requires_grad_(True)
         self._frozen_stages = stages
         frozen = {p for module in self._frozen_modules() for p in module.parameters()}
         self._frozen_names = [n for n, p in parameters.items() if p in frozen and p.requires_grad]

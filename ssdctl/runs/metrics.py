@@ -69,7 +69,7 @@ class ClassAP(Event, frozen=True):
     """AP of each class in the evaluation of this step, and the score of its best F1 above 0."""
 
     AP: dict[str, float]
-    thresholds: dict[str, float] = {}
+    thresholds: dict[str, float] | None = None
 
 
 # The events that are used.
@@ -144,7 +144,8 @@ def thresholds_at(path: Path, step: int) -> dict[str, float] | None:
         for line in file if path.stat().st_size <= MAX_BYTES else ():
             with contextlib.suppress(*DECODE_ERRORS):
                 if b'"class_ap"' in line and (record := _record(line))["step"] <= step:
-                    found = msgspec.convert(record, msgspec_type(ClassAP)).thresholds
+                    scores = msgspec.convert(record, msgspec_type(ClassAP)).thresholds
+                    found = found if scores is None else scores
     return found
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import Cli, Result
 
+import ssdctl
 from ssdctl.config.settings import all_settings
+from ssdctl.errors import UsageError
 
 MISTAKES = [
     ("train --data none --device cpu", 3, "none: "),
@@ -220,6 +222,9 @@ def test_a_file_may_have_settings_of_other_commands(cli: Cli) -> None:
     cli("doctor", "--help").expect(0)
     cli("runs", ".").expect(0)
     cli("evaluate", "absent.pt").expect(2, "absent.pt: no such file")
+    cli("launch", "--cpus", 2, "--dry-run", "--", "evaluate", "absent.pt").expect(0)
+    with pytest.raises(UsageError, match=r"absent\.pt"):
+        ssdctl.evaluate("absent.pt", config="ssdctl.toml")
     for command in ("train --dry-run", "launch --cpus 2 --dry-run", "config show"):
         cli(*command.split()).expect(2, "ssdctl.toml:2: train.group: belongs to --fold")
     Path("ssdctl.toml").unlink()

@@ -50,6 +50,7 @@ ROTATED = "rotated boxes, read as the upright box around them"
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
+MIN_COMMAS = 5  # in a line of boxes; a path may have more semicolons
 MAX_JSON_FILES = 50  # of a dataset, that are looked at to recognize a format
 ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
@@ -359,10 +360,14 @@ def csv_header(path: Path) -> list[str]:
 def delimiter_of(line: str) -> str:
     """Return the delimiter of a CSV file's first line; in some languages Excel writes `;`.
 
-    A comma in a name needs no quotes there: `a,b;0`.
+    A comma in a name needs no quotes there: `a,b;0`, or `/m/01;a,b` of Open Images.
     """
     plain = re.sub('"[^"]*"', "", line)
-    return max(";,\t", key=plain.count) if any(map(plain.count, ";,\t")) else ","
+    if plain.count(",") >= MIN_COMMAS:
+        return ","
+    place = plain.rfind if not plain.startswith("/") else lambda mark: -plain.find(mark)
+    found = [mark for mark in ",;\t" if mark in plain]
+    return max(found, key=lambda mark: (plain.count(mark), place(mark)), default=",")
 
 
 def csv_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, list[str]]]:

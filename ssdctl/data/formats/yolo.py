@@ -37,6 +37,7 @@ from ssdctl.data.image_files import (
     files_below,
     in_threads,
     is_image,
+    is_image_name,
     size_or_none,
 )
 from ssdctl.errors import DataError
@@ -77,10 +78,13 @@ def recognize(path: Path) -> Path | None:
         return path if path.suffix.lower() in (*YAML, ".data") else None
     if described := _read_yaml(path):
         return described[0]
-    texts = (path / name for name in files_below(path) if name.lower().endswith(".txt"))
-    texts = (text for text in texts if text.stat().st_size)  # not of images without objects
-    if not any(map(has_boxes, itertools.islice(texts, MAX_TRIED))):
-        return None  # files of names may be another program's
+    names = [*files_below(path)]
+    texts = (path / name for name in names if name.lower().endswith(".txt"))
+    tried = [*itertools.islice(itertools.filterfalse(_is_empty, texts), MAX_TRIED)]
+    if not any(map(has_boxes, tried)):
+        stems = {PurePosixPath(name).stem for name in names if is_image_name(name)}
+        if not any(text.stem in stems and has_boxes(text, in_pixels=True) for text in tried):
+            return None  # files of names may be another program's
     found = _find_darknet(path)
     return found[0] if found else None
 
@@ -138,12 +142,27 @@ def _is_list(root: Path, text: PurePosixPath) -> bool:
     return False
 
 
-def has_boxes(path: Path) -> bool:
-    """Return whether the first line of a text file is a class number and a box (or in pixels)."""
+def _is_empty(path: Path) -> bool:
+    """Return whether a file is that of an image without objects."""
+    with contextlib.suppress(OSError):  # a broken link
+        return not path.stat().st_size
+    return False
+
+
+def has_boxes(path: Path, *, in_pixels: bool = False) -> bool:
+    """Return whether the first line of a text file is a class number and a box in fractions.
+
+    Args:
+        in_pixels: The box may be in pixels, which is refused with an explanation later.
+    """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         words = read_text(path, MAX_LABEL_BYTES).lstrip().split("\n", 1)[0].split()
         index, *numbers = (float(word) for word in words)
-        return index == int(index) >= 0 and len(numbers) >= 4 and min(numbers[:4]) >= -SLACK
+        return (
+            index == int(index) >= 0
+            and len(numbers) >= 4
+            and (_are_fractions(numbers[:4]) or (in_pixels and min(numbers[:4]) >= 0))
+        )
     return False
 
 

@@ -1,6 +1,7 @@
 """RetinaNet's CSV, VIA's, LabelMe's and Create ML's JSON: their variants, and what is left out."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from data.formats import exports
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.check import check
 from ssdctl.data.dataset import find
+from ssdctl.data.formats import delimiter_of
 from ssdctl.errors import DataError
 
 BOX = [10.0, 20.0, 30.0, 15.0]  # left, top, width, height
@@ -39,6 +41,18 @@ RECT = {"name": "rect", "x": 10, "y": 20, "width": 30, "height": 15}
 
 def labelme(*shapes: dict[str, Any], path: str = "a.png") -> dict[str, Any]:
     return {"shapes": shapes, "imagePath": path, "imageHeight": 50, "imageWidth": 100}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a,b[;]0", "saw; hand[,]0", "/m/01[,]Bread; whole", "/g/00[;]a,b", '"a;b"[,]0', "a[\t]b",
+        "a;b;c;d;e;f;g.jpg[,]1,2,3,4,cat", "a.jpg[;]1,5;2,5;3,5;4,5;cat",
+    ],
+)  # fmt: skip
+def test_the_delimiter_of_a_first_line(line: str) -> None:
+    before, delimiter, rest = re.split(r"[\[\]]", line)
+    assert delimiter_of(f"{before}{delimiter}{rest}") == delimiter
 
 
 @pytest.mark.parametrize("row", ["a.png,10,20,40,bolt", "a.png,10,20,,35,bolt", "a.png,1,2,3,4,"])

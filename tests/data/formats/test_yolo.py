@@ -221,7 +221,7 @@ def test_text_of_yolo_is_recognized(tmp_path: Path, line: str, is_yolo: bool, fo
     root = tree(tmp_path / "data", {"photos/a.jpg": None, f"{folder}/a.txt": line})
     with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)
-    assert ("classes.txt, with" in str(error.value.hint)) == is_yolo
+    assert ("classes.txt, with" in str(error.value.hint)) == (line == BOX)
     (root / "classes.txt").write_text("cat\n")  # the hint leads to a dataset
     assert (recognize(root) is not None) == is_yolo
     if line == BOX:
