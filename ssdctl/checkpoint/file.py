@@ -8,8 +8,6 @@ file has only the weights and the classes (exported.py), other systems' have oth
 
 from __future__ import annotations
 
-import argparse
-import codecs
 import errno
 import re
 from collections.abc import Mapping
@@ -17,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -272,6 +269,8 @@ def read_payload(path: Path) -> Any:
         UsageError: There is no such file.
         IntegrityError: It is damaged or would run code.
     """
+    from ssdctl.checkpoint.third_party import inert_globals
+
     require_file(path)
     try:
         with path.open("rb") as file:
@@ -282,7 +281,7 @@ def read_payload(path: Path) -> Any:
             )
         if magic == b"PK":
             check_zip(path)
-        inert = torch.serialization.safe_globals(_inert_types())
+        inert = torch.serialization.safe_globals(inert_globals())
         with torch_warnings_ignored(), inert:  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except SsdctlError:
@@ -291,18 +290,6 @@ def read_payload(path: Path) -> Any:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
         raise _not_loaded(path, error) from None
-
-
-def _inert_types() -> list[Any]:
-    """Return what other programs' files name that only holds values.
-
-    A Namespace has their options. Tensors of TPUs are saved as arrays of numpy 1 or 2.
-    """
-    build: Any = np.zeros(0).__reduce__()[0]
-    names = [f"numpy.{core}.multiarray.{build.__name__}" for core in ("core", "_core")]
-    kinds = {type(np.dtype(name)) for name in ("float32", "float64", "int64", "uint8", "bool")}
-    arrays = [np.ndarray, np.dtype, *kinds, codecs.encode, *((build, name) for name in names)]
-    return [argparse.Namespace, *arrays]
 
 
 def _not_loaded(path: Path, error: Exception) -> IntegrityError:

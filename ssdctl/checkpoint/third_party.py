@@ -7,12 +7,14 @@ optimizer and scheduler. `module.` (distributed) and `_orig_mod.` (compiled) may
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from ssdctl.boxes import BOXES_PER_CELL
@@ -250,3 +252,43 @@ def backbone_of(state: Mapping[str, Tensor]) -> str | None:
     difference_of = {name: difference(name) for name in sorted(built_in(BACKBONES))}
     nearest = min(difference_of, key=difference_of.__getitem__)
     return nearest if difference_of[nearest] < len(shapes) else None
+
+
+def inert_globals() -> list[Any]:
+    """Return what other programs' files may name, with what stands in for it: it runs no code.
+
+    A Namespace has their options. Tensors of TPUs are saved as arrays of numpy 1 or 2.
+    """
+    numpy = {"numpy.ndarray": _Array, "numpy.dtype": _Kind, "_codecs.encode": _encode}
+    numpy |= {f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")}
+    return [argparse.Namespace, *((stand_in, name) for name, stand_in in numpy.items())]
+
+
+class _Kind:
+    """The type of an array of numbers: `f4`."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        if not re.fullmatch("[fiub][1248]", name):
+            raise ValueError(f"an array of {name:.40}")
+        self.name = name
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Take nothing: fields and flags of numpy's types are not used."""
+        if state[1] == ">":
+            raise ValueError("an array of another byte order")
+
+
+class _Array(np.ndarray[Any, Any]):
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, is_fortran, content = state
+        if type(kind) is not _Kind:
+            raise ValueError("an array without a type")
+        super().__setstate__((1, shape, np.dtype(kind.name), is_fortran, content))
+
+
+def _array(*_: object) -> _Array:
+    return np.ndarray.__new__(_Array, (0,))
+
+
+def _encode(text: str, _: str) -> bytes:
+    return text.encode("latin1")

@@ -116,7 +116,8 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     if has_data:  # in pods, which have other packages, the ranks report it
         find_trackers(config.train)
     batch_size, version = config.train.batch_size, config.launch.tpu_version
-    if version and TPU_VERSIONS[version].has_two_cores and batch_size != "auto":
+    has_two_cores = version is not None and TPU_VERSIONS[version].has_two_cores
+    if has_two_cores and config.launch.nodes == 1 and batch_size != "auto":
         check_shares(batch_size, 2 * count, device_name)  # one process drives all chips
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)

@@ -227,6 +227,8 @@ def with_paths_from(folder: Path, config: Config) -> Config:
         config = config.with_value("model.weights", str(folder / weights))
     if config.train.mllog is not None:
         config = config.with_value("train.mllog", str(folder / config.train.mllog))
+    if config.train.resume not in ("auto", "never"):
+        config = config.with_value("train.resume", str(folder / config.train.resume))
     return config
 
 
