@@ -132,6 +132,7 @@ def _require_same(config: Config, splits: Splits, ranks: Ranks) -> None:
         facts[f"checksum of {name}"] = f"{zlib.crc32(ids):08x}"
     facts["classes"] = [c.name for c in splits.train.classes]
     facts["train.init is chosen"] = config.train.init is not None
+    facts["model.weights"] = "none" if config.model.weights_name is None else "a file or name"
     collectives.require_same(facts, ranks)
 
 
@@ -335,9 +336,12 @@ def load_first_weights(
         load_state(model, state, checkpoint.path)
         return
     name = config.model.weights_name
+    is_file = name is not None and Path(name).is_file()
+    # A file may have other folders on other nodes, but none may lack it: they would wait.
+    collectives.require_same({"model.weights": "an existing file" if is_file else name}, ranks)
     if name is None:
         return
-    if Path(name).is_file():
+    if is_file:
         path = Path(name)
         check_file(path)
     else:

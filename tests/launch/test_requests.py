@@ -113,7 +113,7 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     )
     if runs_mpirun and ":" in wished:
         wrong.append("':'")
-    is_named = any("resume" in word for word in wished)
+    is_named = any("resume=" in word for word in wished)
     wrong += ["--resume"] * (launcher == "kubernetes" and "--restarts=1" in words and is_named)
     words += () if rest else wished[1:]
     if draw(st.booleans()):  # pods cannot read the file
