@@ -36,6 +36,20 @@ def same_weights(file: Path, weights: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(weights[name], now[name]) for name in weights)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_other_labels_of_the_next_start_are_named(
+    tmp_path: Path, run: Path, train: Train, shapes: Path, split: str
+) -> None:
+    data = tmp_path / "copy"
+    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
+    labels = data / f"annotations/instances_{split}2017.json"
+    labels.write_text(labels.read_text().replace('"category_id":1,', '"category_id":2,'))
+    said = train("--steps", 4, data=data)
+    assert ("labels was" in said, "val_labels was" in said) == (True, split == "val")
+    assert ("AP before and after" in said) == (split == "val")
+    assert run.is_dir()
+
+
 def test_records_reach_the_disk_before_the_checkpoint_after_them(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

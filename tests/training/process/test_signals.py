@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import TINY
 from helpers import (
     ForkedProcess,
     assert_same_state,
@@ -23,12 +24,14 @@ from helpers import (
     wait_for,
 )
 
+import ssdctl
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.cli.main import main
 from ssdctl.data import open_dataset
-from ssdctl.errors import DiskError
+from ssdctl.errors import DiskError, Stopped
 from ssdctl.inference.detector import Detector
 from ssdctl.training import evaluator
+from ssdctl.training.observers import Detected, Observer
 from ssdctl.training.step import TrainStep
 
 if TYPE_CHECKING:
@@ -158,6 +161,25 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     assert last(tmp_path / "run").step == 2  # not a step further
     train(*options)
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
+
+
+def test_a_run_stopped_in_its_last_evaluation_ends_as_finished(
+    tmp_path: Path, shapes: Path
+) -> None:
+    class Stop(Observer):
+        def on_detections(self, detected: Detected) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    log = tmp_path / "log"
+    config = ssdctl.configure(train={"mllog": str(log)})
+    settings: dict[str, Any] = {**TINY, "steps": 2, "out": tmp_path / "run", "config": config}
+    with pytest.raises(Stopped):
+        ssdctl.train(shapes, observers=[Stop()], **settings)
+    for _ in range(2):
+        ssdctl.train(shapes, **settings)
+    ends = [r["event"] for r in records(tmp_path / "run", "event")]
+    assert [end for end in ends if end in ("stopped", "finished")] == ["stopped", "finished"]
+    assert [line.count("success") for line in log.read_text().splitlines()][-1] == 1
 
 
 def test_no_failed_save_is_announced(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
