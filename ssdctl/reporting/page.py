@@ -149,9 +149,9 @@ def _facts(run: Run) -> dict[str, str]:
     data = [name] if name else []
     counts = {} if about is None else {about.split: about.images}
     if started is not None:
-        is_overfit = run.settings.get("train.overfit") is not None
-        val = "the same to evaluate" if is_overfit else "val"
-        counts = {"train": started.train_images, val: started.val_images}
+        counts = {"train": started.train_images, "val": started.val_images}
+    if run.settings.get("train.overfit"):  # the name has their number
+        counts = {}
     data += [f"{count:,} {name}" for name, count in counts.items() if count]
     if data:
         facts["Data"] = ", ".join(data)
