@@ -263,7 +263,7 @@ def completer(
         choices: The values that are always possible.
         metavar: The value's placeholder in `--help`: `RUN` completes run folders, `CKPT` also
             detectors, `KEY=VALUE` the keys of settings.
-        parts: Names of which the value may be a list, `A,B`.
+        parts: Names; the value may be a list of them, `A,B`.
     """
     kinds = set(re.split(r"[^\w=]", metavar or ""))
     if not (choices or parts) and not kinds & {"KEY=VALUE", "RUN", "CKPT"}:

@@ -211,8 +211,7 @@ def evaluate(
     if report is not None:
         make_report_dir(Path(report))  # before the detection, which may take hours
     for option, file in (("--detections", detections), ("--suspects", suspects)):
-        is_in_run = any(RunDir(p).metrics.exists() for p in Path(file or "").absolute().parents)
-        if file is not None and not is_in_run:
+        if file is not None and not _is_in_run(Path(file)):
             refuse_in_dataset(Path(file), option=option)
     if suspects is not None:
         from ssdctl.evaluation.suspects import COLUMNS
@@ -227,6 +226,11 @@ def evaluate(
         return
     facts = _write_suspects(found, Path(suspects)) if suspects else []
     _show(call, evaluations, facts, is_run=is_run, every=every, report=report)
+
+
+def _is_in_run(file: Path) -> bool:
+    """Return whether a file is in a run folder, whose files do not count as labels."""
+    return any(RunDir(folder).metrics.exists() for folder in file.absolute().parents)
 
 
 def _files(call: Call, named: list[str], every: bool) -> list[Path]:

@@ -219,7 +219,7 @@ class Setting(NamedTuple):
 
     @property
     def parts(self) -> list[str]:
-        """The names of which its value is a list, that a shell completes."""
+        """Names of plugins, if the value is a list of them."""
         names = plugins.choices(OF_NAMES[self.path]) if self.path in OF_NAMES else ()
         return [name for name in names if name not in self.choices]
 

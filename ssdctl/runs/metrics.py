@@ -138,7 +138,7 @@ def cut_metrics(path: Path, step: int) -> list[Record]:
 
 
 def thresholds_at(path: Path, step: int) -> dict[str, float] | None:
-    """Return the thresholds of the last evaluation up to a step; None if no file has them."""
+    """Return the thresholds of the last evaluation up to a step; None if the file has none."""
     found = None
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file if path.stat().st_size <= MAX_BYTES else ():

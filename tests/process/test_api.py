@@ -105,7 +105,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
         assert [step.step for step in trainer] == [3, 4]
     assert not Path("stepped/.lock").exists()
     assert not any(Path("elsewhere").iterdir())
-    assert len(Path("log.txt").read_text().splitlines()) > 50  # of three runs
+    assert Path("log.txt").read_text().count("run_stop") == 3
     runs = ("command", "function", "stepped")
     first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
     for other in others:

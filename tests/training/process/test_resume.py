@@ -36,9 +36,10 @@ def same_weights(file: Path, weights: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(weights[name], now[name]) for name in weights)
 
 
+@pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_other_labels_of_the_next_start_are_named(
-    tmp_path: Path, run: Path, train: Train, shapes: Path, split: str
+    tmp_path: Path, train: Train, shapes: Path, split: str
 ) -> None:
     data = tmp_path / "copy"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
@@ -47,7 +48,6 @@ def test_other_labels_of_the_next_start_are_named(
     said = train("--steps", 4, data=data)
     assert ("labels was" in said, "val_labels was" in said) == (True, split == "val")
     assert ("AP before and after" in said) == (split == "val")
-    assert run.is_dir()
 
 
 def test_records_reach_the_disk_before_the_checkpoint_after_them(
