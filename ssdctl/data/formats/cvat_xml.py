@@ -4,7 +4,8 @@ The split of an image is its subset. Of several files, each is the split that it
 
 Boxes are read, and polygons, masks and ellipses by their extent; a rotated box becomes the upright
 box around it. Points, polylines, cuboids, skeletons, tags and shapes without a label are counted
-and left out, and so are boxes of tracks outside their frame.
+and left out, and so are boxes of tracks outside their frame. A point of a skeleton, a label with a
+parent, is no class.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         names = {file: {image.file_name for _, image in contents[file]} for file in files}
         chosen = dict(by_split(root, files, names.__getitem__, notes).items())
     frames = [(own or s, image) for own, file in chosen.items() for s, image in contents[file]]
-    labels = (e for f in chosen.values() for e in trees[f].iterfind("meta//labels/label/name"))
+    labels = (e for f in chosen.values() for e in trees[f].iterfind("meta//labels/label"))
     used = [box.name for _, image in frames for box in image.boxes]
-    listed = ((e.text or "").strip() for e in labels)
+    listed = (e.findtext("name", "").strip() for e in labels if not e.findtext("parent"))
     classes = list(dict.fromkeys([*filter(None, listed), *used]))
     notes += [
         f"{files[0].name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"

@@ -283,6 +283,7 @@ def cvat_xml(world: World, tree: Tree) -> None:
             f'width="{picture.width}" height="{picture.height}">{shapes}<tag label="t"/></image>'
         )
     labels = "".join(f"<label><name>{escape(name)}</name></label>" for name in world.classes)
+    labels += "<label><name>nose</name><parent>person</parent></label>"  # a point of a skeleton
     tree.write(
         "annotations.xml",
         '<?xml version="1.0" encoding="utf-8"?>\n<annotations><version>1.1</version><meta><job>'
