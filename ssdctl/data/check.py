@@ -190,8 +190,9 @@ def _check_images(annotations: Annotations) -> None:
     for image_id, name in zip(annotations.image_ids, annotations.file_names, strict=True):
         if not is_plain_name(name):
             raise DataError(
-                f"{path}: image {image_id}: {name!r} is not a plain path below the image folder",
-                hint="file_name is relative to the split's image folder, as in 'a.jpg'",
+                f"{path}: image {image_id}: no file fits {name!r}",
+                hint="copy the images into the dataset folder; or write paths below the split's "
+                "image folder, as in 'a.jpg'",
             )
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
         width, height = sizes[row].tolist()

@@ -63,13 +63,16 @@ LABEL_SUFFIXES = {".xml", ".json", ".txt"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
 TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
-DATUMARO = "convert it with datumaro: datum convert -if {} -i DIR -f coco -o OUT -- --save-media"
+DATUMARO = (
+    "convert it with datumaro (pip install 'datumaro[cli]'): "
+    "datum convert -if {} -i DIR -f coco -o OUT -- --save-media"
+)
 # Formats that are not read: how their files are called, and what leads to one that is.
 NOT_READ = {
     "TFRecord": (
         TFRECORD,
         "give the images and labels that it was made from (COCO: `ssdctl download --dest DIR`), or "
-        + DATUMARO.format("tf_detection_api"),
+        + DATUMARO.format("tf_detection_api").replace("cli]'", "cli]' tensorflow"),
     ),
     "VoTT": (
         re.compile(r"\.vott$|-asset\.json$|(^|/)vott-json-export/"),
@@ -133,9 +136,10 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     described = [_describe(path, name, by) for name, _, by in found]
     name, module, by = found[0]
     if len(found) > 1:
+        choices = " or ".join(f"--from {format_name}" for format_name, _, _ in found)
         raise DataError(
             f"{path}: contains several datasets: {', '.join(described)}",
-            hint=f"choose one: ssdctl prepare --data {quoted(path)} --from {name}",
+            hint=f"choose one: ssdctl prepare --data {quoted(path)} with {choices}",
         )
     if by != path:
         log.info("%s: detected %s", path, described[0])
@@ -377,7 +381,9 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     if not unsized:
         return annotations, num_bytes
     sizes, notes = sizes.copy(), [*annotations.notes]
-    sizes[unsized] = in_threads(lambda row: size_or_none(folder / names[row]), unsized)
+    sizes[unsized] = in_threads(
+        lambda row: size_or_none(folder / names[row], upright=annotations.upright), unsized
+    )
     if num_sized := int(sizes[unsized].all(axis=1).sum()):
         notes.append(f"images without width and height, taken from the files: {num_sized:,}")
     sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason

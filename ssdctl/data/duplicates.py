@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,10 @@ class ImageVersions(NamedTuple):
     def keys(self) -> NDArray[np.int64]:
         """Return size and checksum of each file, (N,)."""
         return (self.fingerprints.bytes << 32) + self.fingerprints.sketch
+
+    def only(self, rows: NDArray[np.bool_]) -> ImageVersions:
+        columns = FingerprintColumns._make(column[rows] for column in self.fingerprints)
+        return ImageVersions(self.folder, list(itertools.compress(self.names, rows)), columns)
 
 
 def find_duplicates(images: ImageVersions, others: Mapping[str, ImageVersions]) -> list[Duplicates]:

@@ -315,7 +315,10 @@ class ImageFinder:
             return self._fitting(entry, names, named)
 
         # Others are worse, and a video's frames have the names of those of each other video.
-        return next(filter(None, map(fitting, reversed(nearer))), [])
+        if found := next(filter(None, map(fitting, reversed(nearer))), []):
+            return found
+        other_case = self._by_lower.get(names[-1].lower(), ()) if base_name else ()
+        return [o._replace(is_exact=False) for o in self._fitting(entry, names, other_case)]
 
     def _exact_options(self, entry: Wanted, name: str) -> list[_Option]:
         """Return the files to which the path of a label file is an exact one."""
@@ -328,6 +331,14 @@ class ImageFinder:
             found = (item for key in keys for item in self._by_folders.get(key, ()))
             files = [file for _, file in sorted(found)]
         return [option for option in self._fitting(entry, names, files) if option.is_exact]
+
+    @cached_property
+    def _by_lower(self) -> dict[str, list[str]]:
+        """The files by their base names in lower case: Windows and macOS take those for one."""
+        files: dict[str, list[str]] = {}
+        for file, parts in self.files.items():
+            files.setdefault(parts[-1].lower(), []).append(file)
+        return files
 
     def _below(self, stem: str, folders: list[str]) -> list[str]:
         """Return the files with a stem whose paths end with the folders."""
@@ -348,7 +359,7 @@ class ImageFinder:
                 files.setdefault(key, []).append(item)
         return files
 
-    def _fitting(self, entry: Wanted, names: list[str], files: list[str]) -> list[_Option]:
+    def _fitting(self, entry: Wanted, names: list[str], files: Iterable[str]) -> list[_Option]:
         options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
 
@@ -525,7 +536,7 @@ def notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list[
     other = [
         f"{name!r} to {item.file}"
         for name, item in zip(names, found, strict=True)
-        if item and not item.is_exact and "/" in name
+        if item and not item.is_exact and nfc(item.file.rpartition("/")[2]) != nfc(name)
     ]
     what = "file names that are not paths below the image folder, matched to the files there"
     return [f"{what}: {len(other):,}, such as {pair}" for pair in other[:1]]

@@ -193,7 +193,7 @@ class _PreparedSplit(NamedTuple):
     objects: Objects
     is_empty: NDArray[np.bool_]
     images: CheckedImages
-    versions: ImageVersions
+    usable: ImageVersions  # without those that are dropped
     report: SplitReport
 
 
@@ -349,8 +349,9 @@ def _prepare_split(
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
     images = known or _check_images(store, split, annotations, num_bytes)
     versions = ImageVersions(annotations.folder, annotations.file_names, images.fingerprints)
-    duplicates = find_duplicates(versions, {s: p.versions for s, p in earlier.items()})
     counts, is_usable = objects.num_trained(), images.is_usable
+    usable = versions.only(is_usable)
+    duplicates = find_duplicates(usable, {s: p.usable for s, p in earlier.items()})
     background, left_out = is_usable & is_empty, is_usable & ~is_empty & (counts == 0)
     findings += images.findings
     findings += _without_boxes(split, annotations, background, left_out, findings)
@@ -370,7 +371,7 @@ def _prepare_split(
         warnings=[
             *warnings,
             *images.warnings(),
-            *duplicate_warnings(split, len(counts), duplicates),
+            *duplicate_warnings(split, len(usable.names), duplicates),
             *contradictions(versions, objects, background | (is_usable & (counts > 0))),
             *copies(versions, annotations.sizes, objects, is_usable & (counts > 0)),
             *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
@@ -382,7 +383,7 @@ def _prepare_split(
         options = [*_image_options(store.config), *filter(None, [str(dataset.conversion)])]
         command = prepare_command(store.root, store.folder, *options, "--allow-dropped")
         refuse_dropped(report, annotations.origin, num_boxes, command)
-    return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
+    return _PreparedSplit(annotations, objects, is_empty, images, usable, report)
 
 
 def _name_warnings(

@@ -164,7 +164,7 @@ class YoloWriter(Writer):
     def close(self) -> str:
         import yaml
 
-        names = dict(enumerate(c.name for c in self.classes.values()))
+        names = dict(enumerate(class_texts([*self.classes.values()])))
         content = {"train": "images", "names": names}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(self.folder / "data.yaml", text)

@@ -114,13 +114,20 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
         names = [Value(name, name) for name in setting.choices]
         return st.sampled_from([*names, Value("?", INVALID)])
     if kind.pattern is None:
-        return PLAIN.map(lambda text: Value(text, text))
+        is_text = is_regex if setting.path == "train.group" else bool
+        return PLAIN.map(lambda text: Value(text, text if is_text(text) else INVALID))
     # "0" and "0,0" switch off what other programs switch off so.
     matching = st.from_regex(re.compile(kind.pattern, re.ASCII), fullmatch=True)
     wrong_texts = st.sampled_from(["x", "3 weeks", "-1", "1e3", "9" * 400, "5,", "ep"])
     return matching.map(lambda text: Value(text, text)) | wrong_texts.map(
         lambda text: Value(text, INVALID)
     )
+
+
+def is_regex(text: str) -> bool:
+    with contextlib.suppress(re.error):
+        return bool(re.compile(text))
+    return False
 
 
 def joined(parts: list[Value], *, as_json: bool) -> Value:

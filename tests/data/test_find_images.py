@@ -98,6 +98,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"train.json": coco("/home/me/a.jpg"), "val.json": coco("/home/me/a.jpg /home/me/b.jpg")},
         {"train": "images/a.jpg", "val": "images/a.jpg images/b.jpg"},
     ),
+    "upper and lower case": (
+        "images/A.JPG images/b.jpg images/b.JPG images/c.PNG",
+        {"a.json": coco("a.jpg b.jpg c.png c.PNG")},
+        {"train": "images/A.JPG images/b.jpg - images/c.PNG"},
+    ),
     "CVAT, a file per split": (
         "images/train/a.jpg images/val/a.jpg",
         {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
@@ -255,6 +260,7 @@ def test_frames_of_many_videos_are_found_fast() -> None:
 CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
 NOTED = [
     ("pics/a.jpg", {"a.csv": csv("/home/me/a.jpg")}, "'/home/me/a.jpg' to pics/a.jpg"),
+    ("pics/A.JPG", {"a.csv": csv("a.jpg")}, "'a.jpg' to pics/A.JPG"),
     ("train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")}, "(train: 1, val: 1)"),
     (
         "images/train/cam1/0.png",

@@ -1,6 +1,7 @@
 """What prepare says about the images and boxes of each split."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_commands_say_that_images_were_trained_on(dataset: Path, cli: Cli, tmp_p
     scored = cli("evaluate", tmp_path / "found.json", "--data", dataset)
     for text in (trained.err, planned.err, evaluated.err, scored.err, *pages):
         assert "24 of 24 images of val are also in train" in text
+
+
+def test_images_that_are_dropped_are_in_one_split_only(dataset: Path, cli: Cli) -> None:
+    first = min((dataset / "val2017").glob("*.jpg"))
+    shutil.copy(dataset / "train2017/000000000004.jpg", first)
+    command = ("prepare", "--data", dataset, "--allow-dropped")
+    assert "images of val are also in train" in cli(*command).err
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        next(i for i in document["images"] if i["file_name"] == first.name)["width"] += 1
+    assert "also in train" not in cli(*command).expect(0).err
 
 
 def test_audit_finds_an_image_that_was_encoded_again(dataset: Path, cli: Cli) -> None:

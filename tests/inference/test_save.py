@@ -97,6 +97,9 @@ def test_yolo(results: Results) -> None:
     read = read_dataset(folder, Conversion("yolo"))["train"]
     assert [c.name for c in read.classes] == ["car", BUS]
     assert sorted(read.file_names) == [f"images/{image.name}" for image in images]
+    WRITERS["yolo"](Path("twins"), {1: CLASSES[0], 2: ClassName(9, "car")}).close()
+    names = yaml.safe_load(Path("twins/data.yaml").read_text())["names"]
+    assert names == {0: "car (id 0)", 1: "car (id 9)"}
     with pytest.raises(UsageError, match="labels"):  # they may have been corrected
         WRITERS["yolo"](folder, {1: CLASSES[0]})
     (folder.parent / "data.yaml").write_text("names: [a]")  # another dataset

@@ -9,6 +9,7 @@ share: numbers, lines, XML without document types, CSV and JSON files.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import io
@@ -267,6 +268,13 @@ def _has(path: Path, words: Sequence[bytes]) -> bool:
             return not rest
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return all(content.find(word) >= 0 for word in rest)
+    return False
+
+
+def is_list(path: Path) -> bool:
+    """Return whether a JSON file is a list, by its first character."""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     return False
 
 

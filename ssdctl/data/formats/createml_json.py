@@ -12,7 +12,14 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
-from ssdctl.data.formats import from_files, json_files, read_json, some_json_files, with_words
+from ssdctl.data.formats import (
+    from_files,
+    is_list,
+    json_files,
+    read_json,
+    some_json_files,
+    with_words,
+)
 from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
 
@@ -47,7 +54,8 @@ def _exports(files: list[Path]) -> list[Path]:
     """Return the files that are a list of images, neither COCO's nor Label Studio's own."""
     found = dict.fromkeys(file for words in WORDS for file in with_words(files, *words))
     others = (b'"images"', b'"completed_by"')
-    return [file for file in found if not any(with_words([file], word) for word in others)]
+    lists = [file for file in found if is_list(file)]
+    return [file for file in lists if not any(with_words([file], word) for word in others)]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:

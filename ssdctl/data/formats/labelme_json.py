@@ -73,7 +73,9 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         if (split := placed[row]) is not None:
             splits.setdefault(split, []).append(images[row])
     notes += [f"{kind}, left out: {count:,}" for kind, count in counts.items()]
-    return from_images(splits, None, root, path, notes)
+    annotations = from_images(splits, None, root, path, notes)
+    # labelme turns images as it opens them; other programs may give the size of the stored ones.
+    return {split: part._replace(upright=True) for split, part in annotations.items()}
 
 
 def _image_files(

@@ -53,6 +53,7 @@ LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's 
 MAX_LIST_BYTES = 1 << 28
 STANDARD = ("JPEGImages", "images", "")  # folders of images; "": the dataset folder
 MAX_FILES = 20_000  # of the folder above, for a hint
+FROM_ZERO = "if they count from 0, export in COCO's format instead"
 MAX_TRIED = 9  # XML files of a folder
 MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
 
@@ -339,6 +340,8 @@ def _degrees(item: ElementTree.Element) -> float:
 
 def _from_one(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:
     """Move boxes that count pixels from 1, unless one shows that they count from 0."""
+    if not any(content.image.boxes for content in contents):
+        return contents
     for xml, content in zip(xmls, contents, strict=True):
         if any(min(box.left, box.top) < 1 for box in content.image.boxes):
             notes.append(f"boxes count pixels from 0, not from 1 as Pascal VOC's do: {xml.path}")
@@ -348,6 +351,7 @@ def _from_one(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> l
         left, top = box.left - 1, box.top - 1
         return LabeledBox(box.name, left, top, box.width + 1, box.height + 1, box.is_crowd)
 
+    notes.append(f"boxes are read as Pascal VOC's, whose pixels count from 1; {FROM_ZERO}")
     return [
         content._replace(image=content.image._replace(boxes=list(map(moved, content.image.boxes))))
         for content in contents

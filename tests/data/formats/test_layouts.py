@@ -148,6 +148,12 @@ def two_formats(root: Path) -> None:
     exports.generated(exports.flat_coco(root), "voc: labelme2voc")
 
 
+def words_of_create_ml(root: Path) -> None:
+    """Describe a dataset by words that Create ML's lists have, as keys of an object."""
+    two_formats(root)
+    (root / "info.json").write_text('{"image": "", "annotations": []}')
+
+
 def two_files_for_a_split(root: Path) -> None:
     path = exports.flat_coco(root) / "result.json"
     shutil.copy(path, path.with_name("result-2.json"))
@@ -156,7 +162,14 @@ def two_files_for_a_split(root: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words", "choice"),
     [
-        (two_formats, ("coco", "result.json", "voc", "Annotations", "--from"), ("--from", "voc")),
+        *(
+            (
+                make,
+                (": coco (", "result.json", "), voc (", "--from coco or --from voc"),
+                ("--from", "voc"),
+            )
+            for make in (two_formats, words_of_create_ml)
+        ),
         (two_files_for_a_split, ("result.json", "result-2.json"), ("--data", "data/result-2.json")),
     ],
 )

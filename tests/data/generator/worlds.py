@@ -103,7 +103,8 @@ class Layout(NamedTuple):
     """What a tool's folders of a format can express."""
 
     flags: tuple[str, ...] = ()  # variants that may be drawn, see writers.py
-    views: str = "either"  # of turned images: as stored, upright, or either; or "unturned"
+    # Of turned images: as stored, upright, or either, as sizes tell (and else "upright").
+    views: str = "either"  # or "unturned"
     splits: tuple[str, ...] = SPLITS
     folders: bool = True  # images may be in subfolders, with equal base names
     shared: bool = False  # one folder has the images of all splits
@@ -226,8 +227,8 @@ def _picture(rng: random.Random, layout: Layout, name: tuple[str, str, str], k: 
     turn = rng.choice((1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8)) if has_turn else 1
     width, height = rng.randint(24, 64), rng.randint(24, 64)
     # If the size does not tell, the format does.
-    is_upright = layout.views == "upright"
-    if layout.views == "either" and turn >= 5 and width != height:
+    is_upright = layout.views in ("upright", "either, else upright")
+    if layout.views.startswith("either") and turn >= 5 and width != height:
         is_upright = rng.random() < 0.5
     mode, gray = rng.choice(MODES[suffix]), 8 + 16 * k
     return Picture(split, folder, stem, suffix, width, height, turn, is_upright, mode, gray, ())
@@ -317,8 +318,8 @@ def _of_one_size(pictures: list[Picture], layout: Layout) -> list[Picture]:
     """Return the images with borders that make them as large as the largest."""
     width, height = (max(p[side] for p in pictures) for side in (4, 5))
     fixed = {"width": width, "height": height}
-    if layout.views == "either":
-        fixed["is_upright"] = False
+    if layout.views.startswith("either"):
+        fixed["is_upright"] = layout.views != "either"
     return [p._replace(**fixed) for p in pictures]
 
 

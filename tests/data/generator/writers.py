@@ -491,7 +491,7 @@ _VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "semicolons", "all", "other machine"), empties=False)
 _RETINANET = Layout(("semicolons", "header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
-_LABELME = Layout(("polygons", "large", "turned"), named=False)
+_LABELME = Layout(("polygons", "large", "turned"), named=False, views="either, else upright")
 
 
 def _of(
