@@ -54,6 +54,7 @@ class SsdctlError(Exception):
         super().__init__(message)
         self.hint = hint
         self.is_from_all_ranks = False  # the same error was raised on every rank
+        self.host: str | None = None  # of the rank that failed; None: this one
         self._written: tuple[str, str | None] | None = None
 
     @property

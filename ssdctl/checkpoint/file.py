@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,11 +27,9 @@ from ssdctl.checkpoint.format import (
     compare_shapes,
     require_file,
 )
-from ssdctl.data.annotations import ClassName, class_texts
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
-from ssdctl.runs.folder import run_of
-from ssdctl.runs.metrics import thresholds_at
 from ssdctl.runtime.packages import torch_warnings_ignored
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
@@ -87,25 +84,11 @@ def load_checkpoint(source: Source) -> NetworkWeights:
         return read_safetensors(path)
     payload = read_payload(path)
     try:
-        return with_own_thresholds(_read_any(path, payload))
+        return _read_any(path, payload)
     except SsdctlError:
         raise
     except Exception as error:  # a tensor in place of another value can raise anything
         raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
-
-
-def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
-    """Return a checkpoint with the thresholds of the run's last evaluation up to its step.
-
-    The score arrives after the checkpoint is saved: the file may have those of one before.
-    """
-    run = run_of(read.path)
-    is_of_run = read.path.absolute().parent == run.checkpoints and OF_RUN.fullmatch(read.path.name)
-    if not (isinstance(read, Checkpoint) and is_of_run):
-        return read
-    if (scores := thresholds_at(run.metrics, read.step)) is None:
-        return read
-    return replace(read, thresholds=[scores.get(name) for name in class_texts(read.classes)])
 
 
 def weights_in_memory(model: nn.Module) -> NetworkWeights:

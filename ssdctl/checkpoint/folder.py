@@ -66,6 +66,20 @@ class CheckpointFolder:
         self.wait()
         self._save = self._pool.submit(self.write, _on_host(checkpoint))
 
+    def start_to_add(self, step: int, thresholds: list[float | None]) -> None:
+        """Start to write a checkpoint again, with the thresholds of its own evaluation.
+
+        The score arrives after the checkpoint is saved. One that was damaged meanwhile is left.
+        """
+
+        def add() -> None:
+            with contextlib.suppress(IntegrityError):
+                saved = load_resumable(self._run.step_checkpoint(step))
+                self.write(replace(saved, thresholds=thresholds))
+
+        self.wait()
+        self._save = self._pool.submit(add)
+
     def check(self) -> None:
         """Raise the DiskError of the last save, if it failed. Does not wait."""
         if self._save is not None and self._save.done():

@@ -47,6 +47,7 @@ from ssdctl.data.image_files import (
     in_threads,
     is_image,
     relative_folder,
+    require_root,
     size_or_none,
 )
 from ssdctl.data.sources import other_dataset, read_sources
@@ -103,14 +104,6 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
         command = index.again_command(root, usual_store(root), "--split", "0.9")
         remedy += f", or create one with `{command}`"
     raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
-
-
-def require_root(root: Path) -> None:
-    if not root.exists():
-        raise DataError(
-            f"{root}: no such dataset folder",
-            hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
-        )
 
 
 def warning_without_validation(root: Path, folder: Path, num_images: int) -> str:

@@ -40,6 +40,14 @@ class FingerprintColumns(NamedTuple):
     sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
 
 
+def require_root(root: Path) -> None:
+    if not root.exists():
+        raise DataError(
+            f"{root}: no such dataset folder",
+            hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
+        )
+
+
 def is_image(path: Path | PurePosixPath) -> bool:
     return is_image_name(path.name)
 

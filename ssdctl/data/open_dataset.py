@@ -27,12 +27,16 @@ from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import (
     read_dataset,
     relative_image_dir,
-    require_root,
     require_split,
     resolve_images,
 )
 from ssdctl.data.divide import is_held_out
-from ssdctl.data.image_files import changed_images, relative_folder, require_image_folder
+from ssdctl.data.image_files import (
+    changed_images,
+    relative_folder,
+    require_image_folder,
+    require_root,
+)
 from ssdctl.data.index import again_command
 from ssdctl.data.prepare import prepare, require_packed
 from ssdctl.data.report import Outcome

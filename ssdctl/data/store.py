@@ -30,7 +30,7 @@ from ssdctl.data import index, prepare_command
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
-from ssdctl.data.image_files import dataset_folder
+from ssdctl.data.image_files import dataset_folder, require_root
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     disk_error,
@@ -85,6 +85,14 @@ class Split(NamedTuple):
         """Return a fingerprint of the images to train on; tiles do not change it."""
         rows = np.unique(self.trainable[self.trainable < self.num_images])
         return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]
+
+    def digest(self) -> str:
+        """Return a fingerprint of all that training and scoring depend on, without the pixels."""
+        arrays = self.image_ids, self.sizes, self.trainable, self.background
+        parts = (array.tobytes() for array in arrays)
+        categories = repr([(c.id, c.name) for c in self.classes]).encode()
+        content = b"".join([self.labels_digest().encode(), *parts, categories])
+        return hashlib.sha256(content).hexdigest()[:12]
 
     def labels_digest(self) -> str:
         """Return a fingerprint of the boxes of all images; tiles do not change it."""
@@ -286,6 +294,7 @@ def image_folder(root: Path, metadata: index.Metadata) -> Path:
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
     made = index.read_made(folder)
     if made is None:
+        require_root(root)
         raise DataError(f"{root}: not prepared", hint=prepare_command(root, folder))
     return {split: open_split(root, folder, split) for split in made.splits}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,7 +13,7 @@ from torch import distributed as dist
 
 from ssdctl.device import Device
 from ssdctl.distributed import Ranks
-from ssdctl.distributed.process_group import joined_ranks, pause
+from ssdctl.distributed.process_group import joined_ranks, of_all_ranks, pause
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.runtime.packages import no_buffer_sync
 
@@ -207,10 +208,9 @@ def run_and_gather(work: Callable[[], T], ranks: Ranks) -> list[T]:
     try:
         result = work()
     except SsdctlError as error:
-        result = error
+        error.host, result = socket.gethostname(), error
     results = gather_to_first(result, ranks)
     failure = broadcast(next((r for r in results if isinstance(r, SsdctlError)), None), ranks)
     if failure is not None:
-        failure.is_from_all_ranks = True
-        raise failure
+        raise of_all_ranks(failure)
     return [r for r in results if not isinstance(r, SsdctlError)]

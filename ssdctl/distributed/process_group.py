@@ -13,6 +13,7 @@ import itertools
 import os
 import pickle
 import re
+import socket
 import sys
 import time
 import weakref
@@ -88,7 +89,7 @@ class JoinedRanks(Ranks):
             text = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
             hint = "its log or traceback says where"
             error = DistributedError(f"rank {self.rank} failed: {text}", hint=hint)
-        self.has_failed = True
+        self.has_failed, error.host = True, socket.gethostname()
         with contextlib.suppress(RuntimeError):  # the first rank is gone
             if self.store.add(FAILURES, 1) == 1:
                 self.store.set(FIRST_FAILURE, pickle.dumps(error))
@@ -98,8 +99,8 @@ class JoinedRanks(Ranks):
         if not self.store.check([FIRST_FAILURE]):
             return None
         error: SsdctlError = pickle.loads(self.store.get(FIRST_FAILURE))
-        error.is_from_all_ranks = self.has_failed = True
-        return error
+        self.has_failed = True
+        return of_all_ranks(error)
 
     def leave(self) -> None:
         """Destroy the groups: ranks that wait for this one get an error at once.
@@ -134,6 +135,14 @@ class JoinedRanks(Ranks):
 def joined_ranks(ranks: Ranks) -> JoinedRanks:
     """Return the groups of the ranks; torch's default one outside of `process_group`."""
     return ranks if isinstance(ranks, JoinedRanks) else JoinedRanks(*ranks)
+
+
+def of_all_ranks(error: SsdctlError) -> SsdctlError:
+    """Return the error of one rank as each rank raises it, with the host if that is another."""
+    error.is_from_all_ranks = True
+    if error.host not in (None, socket.gethostname()):
+        error.begin_with(f"host {error.host}")
+    return error
 
 
 @contextlib.contextmanager

@@ -307,7 +307,8 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
         return -1.0, -1.0
     f1 = _f1(precision)
     best = int(f1.argmax())
-    below = (np.ceil(cut[best] * 1e4) - 1) / 1e4  # predictions have a score above the threshold
+    # Predictions have a score above the threshold; 0.56 * 1e4 is 5600.000000000001.
+    below = (np.ceil(np.round(cut[best] * 1e4, 6)) - 1) / 1e4
     return round(float(f1[best]), 4), max(float(below), 0.0)
 
 

@@ -401,6 +401,8 @@ def detect_on_split(
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
     facts: dict[str, object] = {"precision": precision, "tile": tiling}
+    categories = repr([how["category_ids"], [c.name for c in split.classes]]).encode()
+    facts["the checksum of the categories"] = zlib.crc32(categories)
     _require_same(facts, split.image_ids[rows], detector, ranks)
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None

@@ -181,7 +181,7 @@ def _check_settings(request: ExportRequest, outputs: Outputs, config: Config) ->
     """Refuse settings of the call that do not change the file."""
     has_nms = request.format in GRAPH_FORMATS and outputs in ("onnx", "efficientnms")
     if config.sources["data.root"].kind is Kind.CALL and config.data.root:
-        from ssdctl.data.dataset import require_root
+        from ssdctl.data.image_files import require_root
 
         require_root(Path(config.data.root))
     if request.format not in GRAPH_FORMATS:

@@ -157,11 +157,8 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     def thresholds(self, classes: Sequence[ClassName]) -> list[float | None]:
         """Return the score of the best F1 of each class; None if nothing of it was found."""
-        scores = self.scores_of_best_f1()
+        scores = {c.name: c.best_score for c in self.per_class if c.best_f1 > 0}
         return [scores.get(name) for name in class_texts(classes)]
-
-    def scores_of_best_f1(self) -> dict[str, float]:
-        return {c.name: c.best_score for c in self.per_class if c.best_f1 > 0}
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""

@@ -66,10 +66,9 @@ class Ended(Event, frozen=True):
 
 
 class ClassAP(Event, frozen=True):
-    """AP of each class in the evaluation of this step, and the score of its best F1 above 0."""
+    """AP of each class in the evaluation of this step."""
 
     AP: dict[str, float]
-    thresholds: dict[str, float] | None = None
 
 
 # The events that are used.
@@ -135,18 +134,6 @@ def cut_metrics(path: Path, step: int) -> list[Record]:
     if content != path.read_bytes():  # also if the last line has no end
         write_bytes(path, content)
     return kept
-
-
-def thresholds_at(path: Path, step: int) -> dict[str, float] | None:
-    """Return the thresholds of the last evaluation up to a step; None if the file has none."""
-    found = None
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file if path.stat().st_size <= MAX_BYTES else ():
-            with contextlib.suppress(*DECODE_ERRORS):
-                if b'"class_ap"' in line and (record := _record(line))["step"] <= step:
-                    scores = msgspec.convert(record, msgspec_type(ClassAP)).thresholds
-                    found = found if scores is None else scores
-    return found
 
 
 def open_run(run: RunDir, start_step: int) -> MetricsFile:

@@ -263,6 +263,11 @@ class Saver(CheckpointFolder):
             self.wait()
             self.update()
 
+    def set_thresholds(self, step: int, thresholds: list[float | None]) -> None:
+        """Start to add an evaluation's score thresholds to the checkpoint of its step."""
+        if self._ranks.is_main:
+            self.start_to_add(step, thresholds)
+
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by the number of steps, which all ranks count."""
         return self._every.is_due(step)

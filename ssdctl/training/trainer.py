@@ -667,6 +667,7 @@ class Trainer:
             self._observers.tell(lambda observer: observer.on_detections(detected))
         self.evaluator.evaluated_step = self.evaluator.detected_step = self.step
         self.evaluator.is_repeated = is_repeated
+        self._thresholds = ()  # this step's are not known yet
         self._save()
         if detections is not None:
             self.evaluator.start_scoring(detections, self.step)
@@ -675,11 +676,12 @@ class Trainer:
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         self.evaluation = self._new_evaluation = evaluation = scored[0]
-        self._thresholds = evaluation.thresholds(self.splits.train.classes)
-        if self.evaluator.is_repeated:
-            return
+        self._thresholds = thresholds = evaluation.thresholds(self.splits.train.classes)
         is_best, step = scored[1], evaluation.about.step
         assert step is not None
+        self.saver.set_thresholds(step, thresholds)
+        if self.evaluator.is_repeated:
+            return
         record = Scored(step, evaluation, self.evaluator.losses, is_best)
         self._observers.tell(lambda observer: observer.on_evaluation(record))
         if is_best:

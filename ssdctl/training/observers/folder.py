@@ -130,7 +130,7 @@ class FolderWriter(Observer):
         # The record comes last: an evaluation without one is repeated at the next start.
         self._write("eval", step, **evaluation.metrics, **scored.losses)
         ap = {c.name: c.AP for c in evaluation.per_class}
-        self._event("class_ap", step, AP=ap, thresholds=evaluation.scores_of_best_f1())
+        self._event("class_ap", step, AP=ap)
 
     def on_rewind(self, rewind: Rewind) -> None:
         self._metrics.rewind(rewind.step)

@@ -161,7 +161,7 @@ def test_the_wait_for_a_missing_first_rank_ends(tmp_path: Path, script: str, cod
 
 
 FAILS_EARLY = """
-import sys, time
+import socket, sys, time
 from ssdctl.device import open_device
 from ssdctl.distributed import find_ranks
 from ssdctl.distributed.collectives import any_rank
@@ -169,6 +169,7 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.errors import DataError, SsdctlError
 
 ranks = find_ranks()
+socket.gethostname = f"node{ranks.rank}".__str__
 try:
     with process_group(ranks, open_device("cpu"), 60):
         if ranks.is_main:
@@ -176,12 +177,16 @@ try:
         time.sleep(2)
         any_rank([False], ranks)
 except SsdctlError as error:
+    print(error)
     sys.exit(error.exit_code)
 """
 
 
 def test_a_first_rank_that_fails_tells_the_others_before_it_ends() -> None:
-    assert [rank.code for rank in run_ranks(2, FAILS_EARLY)] == [3, 3]
+    ranks = run_ranks(2, FAILS_EARLY)
+    assert [(r.code, r.out.strip()) for r in ranks] == [
+        (3, "of rank 0"), (3, "host node0: of rank 0"),
+    ]  # fmt: skip
 
 
 def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(

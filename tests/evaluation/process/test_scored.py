@@ -173,7 +173,7 @@ def check_scores(world: World, of: Expected, result: dict[str, Any]) -> None:
         f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
         if (precision > -1).all() and f1.max() > 0:
             assert entry["best_f1"] == pytest.approx(f1.max(), abs=1e-4)
-            assert 0 <= scores[f1.argmax()] - entry["best_score"] <= 2e-4
+            assert 0 < scores[f1.argmax()] - entry["best_score"] <= 2e-4
 
 
 VALUES = {

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Cli
+from conftest import TINY_RUN, Cli
 
 import ssdctl
 from ssdctl.checkpoint.exported import read_onnx
-from ssdctl.checkpoint.file import load_checkpoint, read_model, save_checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, save_checkpoint
 from ssdctl.runs.folder import RunDir
 
 LOW = 0.02
@@ -64,22 +65,22 @@ def test_best_without_thresholds_is_refused(
     assert cli("predict", path, image_file, "--score", "worst").code == 2
 
 
-def test_the_last_evaluation_up_to_a_checkpoints_step_is_newer(
-    tiny_run: Path, tmp_path: Path
+def test_each_checkpoint_has_those_of_its_own_evaluation(
+    shapes: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    """Its score came after the checkpoint was saved, as also a resumed run must find it."""
-    run = RunDir(tmp_path / "run")
-    run.checkpoints.mkdir(parents=True)
-    read = load_checkpoint(RunDir(tiny_run).best)
-    save_checkpoint(run.best, dataclasses.replace(read, thresholds=[0.9] * len(read.classes)))
-    assert list(read_model(run.best).thresholds) == [0.9] * len(read.classes)
-    lines = []
-    for step in (read.step - 1, read.step, read.step + 1):
-        own = {"kind": "event", "event": "class_ap", "step": step, "epoch": 1.0, "AP": {}}
-        lines.append(json.dumps(own | {"thresholds": {read.classes[-1].name: 0.1 * step}}))
-    run.metrics.write_text("\n".join([*lines, '{"event": "class_ap", "step"']))
-    expected = [None] * (len(read.classes) - 1) + [0.1 * read.step]
-    assert list(read_model(run.best).thresholds) == expected
+    """The score comes after the checkpoint is saved; a copy elsewhere has it, too."""
+    options = (*TINY_RUN.split(), "--eval-every", "2st", "--save-every", "1st", "--keep", 9)
+    cli("train", "--data", shapes, "--out", "run", "--steps", 5, *options).expect(0)
+    found = []
+    for step in range(1, 6):
+        copy = shutil.copy(RunDir(Path("run")).step_checkpoint(step), tmp_path / "copy.pt")
+        read = load_checkpoint(copy)
+        if step in (2, 4, 5):
+            evaluation = ssdctl.evaluate(copy, device="cpu", progress=False)
+            found.append(evaluation.thresholds(read.classes))
+        assert list(read.thresholds) == (found[-1] if found else [])
+    assert found[0] != found[1] != found[2]
+    assert any(found[0])
 
 
 def test_exported_files_have_the_thresholds(

@@ -203,14 +203,14 @@ def test_what_a_bad_step_leads_to(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     run, saved = tmp_path / "run", list[tuple[int, int]]()
-    write = CheckpointFolder.write
+    save = CheckpointFolder.save
 
     def noted(folder: CheckpointFolder, checkpoint: Checkpoint) -> None:
         saved.append((checkpoint.step, checkpoint.samples_seen))
-        write(folder, checkpoint)
+        save(folder, checkpoint)
 
     break_the_fourth_batch(monkeypatch)
-    monkeypatch.setattr(CheckpointFolder, "write", noted)
+    monkeypatch.setattr(CheckpointFolder, "save", noted)
     code = 7 if policy == "stop" else 0
     words = train("--save-every", "2st", "--steps", 6, "--on-nonfinite", policy, code=code)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())
