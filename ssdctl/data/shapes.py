@@ -29,8 +29,8 @@ from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
     make_dir,
-    no_follow,
     read_limited,
+    remove_stale_temporaries,
     set_aside,
     write_bytes,
 )
@@ -103,7 +103,7 @@ def generate(
     refuse_others(dest)
     for split, count in (("train", num_train), ("val", num_val)):
         folder, annotations = _places(dest, split)
-        make_dir(folder)
+        remove_stale_temporaries(make_dir(folder))
         info = {"description": DESCRIPTION, "seed": seed, "style": style, "images": count}
         names = [f"{i + 1:012d}.jpg" for i in range(count)]
         if _is_complete(annotations, info, folder, names):
@@ -154,13 +154,11 @@ def _content(image: NDArray[np.uint8]) -> bytes:
 def _write_image(path: Path, content: bytes, is_ours: Callable[[int], bool]) -> int:
     """Write an image, and keep one that is not ours as NAME.replaced; return the CRC-32."""
     crc = zlib.crc32(content)
-    # Published by the annotations, so there is no fsync for each.
     with disk_errors(path.parent, "writing"):
         found = zlib.crc32(path.read_bytes()) if path.is_file() else crc
         if found != crc and not is_ours(found):
             log.warning("%s is not an image of ours: it is now %s", path, set_aside(path).name)
-        with open(path, "wb", opener=no_follow) as file:
-            file.write(content)
+        write_bytes(path, content)
     return crc
 
 

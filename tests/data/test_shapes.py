@@ -67,7 +67,9 @@ def test_a_complete_dataset_is_not_drawn_again(tmp_path: Path) -> None:
     assert again()
     assert image.read_bytes() == before
     assert again(num_val=3)
-    assert again(seed=2)
+    with image.open("rb") as opened:  # replaced, not overwritten
+        assert again(seed=2)
+        assert opened.read() == before
     assert image.read_bytes() != before
 
 
@@ -101,7 +103,10 @@ def test_an_interrupted_generation_leaves_no_labels_of_other_images(tmp_path: Pa
         generate(tmp_path, num_train=3, num_val=2, seed=2, progress=interrupt)
     with pytest.raises(DataError, match="instances_train2017"):
         read_dataset(tmp_path, Conversion())
+    half = tmp_path / f"train2017/.000000000001.jpg.{'0' * 12}.{2**22 + 1}.tmp"  # of a killed run
+    half.touch()
     assert generate(tmp_path, num_train=3, num_val=2, seed=3)
+    assert not half.exists()
     assert not [*tmp_path.rglob("*.replaced")], "its own images are set aside"
     assert {*read_dataset(tmp_path, Conversion())} == {"train", "val"}
 
