@@ -16,7 +16,10 @@ import functools
 import logging
 import os
 import re
+import socket
+import ssl
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +28,13 @@ from typing import NamedTuple
 from ssdctl.download.fetch import sha256_of
 from ssdctl.download.http import TEMPORARY, describe_error
 from ssdctl.errors import (
-    DiskError,
     IntegrityError,
     NetworkError,
     SsdctlError,
     UsageError,
     import_package,
 )
+from ssdctl.files import disk_error
 from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ CONFIG = "config.json"
 MAX_BYTES = {WEIGHTS: 2 << 30, CONFIG: 16 << 20}
 TIMEOUT_S = 10.0  # until the first answer
 DEFAULT_REVISION = "main"
+UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REFERENCE = re.compile(rf"hf://(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]{{1,200}}))?")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{4,}")
@@ -85,16 +89,20 @@ def fetch_model(reference: HubReference) -> Path:
     """
     hub = hub_package()
     with no_progress_bars(hub):
-        config = _fetch(hub, reference, CONFIG)
+        config, problem = _fetch(hub, reference, CONFIG)
         commit = config.parent.name  # so that both files are of one commit
-        weights = _fetch(hub, reference._replace(revision=commit), WEIGHTS)
+        weights, _ = _fetch(hub, reference._replace(revision=commit), WEIGHTS)
     _check_blob(weights)
-    log.info("%s: commit %s, from %s", reference, commit, redact_url(endpoint(hub)))
+    if problem is None:
+        log.info("%s: commit %s, from %s", reference, commit, redact_url(endpoint(hub)))
+    else:
+        text = "%s: the Hub cannot be reached, using commit %s of the cache (%s)"
+        log.warning(text, reference, commit, problem)
     return weights
 
 
-def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
-    """Return one file of a repository, from the cache if the Hub cannot be reached."""
+def _fetch(hub: ModuleType, reference: HubReference, name: str) -> tuple[Path, str | None]:
+    """Return one file of a repository; from the cache, and why, if the Hub cannot be reached."""
     where = {"revision": reference.revision, "endpoint": endpoint(hub)}
     url = hub.hf_hub_url(reference.repo, name, **where)
     download = functools.partial(hub.hf_hub_download, reference.repo, name, **where)
@@ -105,7 +113,7 @@ def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
             if not _is_unreachable(hub, error):
                 raise
             try:
-                return Path(download(local_files_only=True))
+                return Path(download(local_files_only=True)), _reason(hub, error)
             except hub.errors.LocalEntryNotFoundError:
                 raise error from None
         if listed.size is None or listed.size > MAX_BYTES[name]:
@@ -114,8 +122,8 @@ def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
             )
         if listed.size > 1 << 20:
             log.info("%s: %.0f MB", redact_url(url), listed.size / 1e6)
-        return Path(download())
-    except (hub.errors.HTTPError, OSError) as error:
+        return Path(download()), None
+    except (hub.errors.HTTPError, OSError, RuntimeError) as error:
         raise hub_error(hub, error, str(reference), url) from None
 
 
@@ -132,8 +140,11 @@ def _check_blob(path: Path) -> None:
 def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlError:
     """Convert an error of huggingface_hub at `url` to ours, without tokens."""
     errors = hub.errors
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
-        return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
+    if isinstance(error, RuntimeError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
+        error = OSError(int(number[1]), os.strerror(int(number[1])))  # of hf_xet
+    if isinstance(error, OSError) and _is_of_disk(error):
+        cache = f"{hub.constants.HF_HUB_CACHE} (set by HF_HOME)"
+        return disk_error(error, error.filename or cache, f"reading or writing {what} at")
     address, reason = redact_url(url), _reason(hub, error)
     problems = {
         errors.GatedRepoError: "access must be granted on its page first",
@@ -158,6 +169,13 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
         f"another machine, put both into one folder, and give FOLDER/{WEIGHTS} instead; a mirror "
         "is set by HF_ENDPOINT",
     )
+
+
+def _is_of_disk(error: OSError) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError, ssl.SSLError, socket.gaierror)):
+        return False
+    is_certificate = error.errno == errno.ENOENT and error.filename is None  # SSL_CERT_FILE
+    return not is_certificate and error.errno not in (None, *UNREACHABLE)
 
 
 def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
@@ -198,11 +216,13 @@ def endpoint(hub: ModuleType) -> str:
 
 @contextlib.contextmanager
 def no_progress_bars(hub: ModuleType) -> Iterator[None]:
-    """Turn off huggingface_hub's own progress bars: `--quiet` does not reach them."""
+    """Turn off huggingface_hub's progress bars and its warning of a full disk, an error later."""
     was_enabled = not hub.utils.are_progress_bars_disabled()
     hub.utils.disable_progress_bars()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Not enough free disk space")
+            yield
     finally:
         if was_enabled:
             hub.utils.enable_progress_bars()

@@ -51,7 +51,7 @@ from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.folder import data_name, run_of
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import listed, open_template
+from ssdctl.runtime.safe_text import listed, open_template, redact_url
 
 MAX_CLASSES = 100  # in the card
 MAX_TRIED = 50  # images of the dataset in which detections are looked for
@@ -215,7 +215,8 @@ def upload_folder(
     """Create the repository if it does not exist, and commit the files; return the commit's URL.
 
     Raises:
-        UsageError: The Hub refuses the token, or there is none.
+        UsageError: The Hub refuses the token, there is none, or a repository that is to be private
+            exists and is public.
         NetworkError: The Hub cannot be reached, or failed; nothing was committed.
     """
     hub = hub_package()
@@ -224,6 +225,12 @@ def upload_folder(
     try:
         with no_progress_bars(hub):
             api.create_repo(reference.repo, private=is_private or None, exist_ok=True)
+            if is_private and not api.model_info(reference.repo).private:
+                raise UsageError(
+                    f"{reference}: exists and is public, so nothing was uploaded",
+                    hint=f"make it private at {redact_url(address)}/{reference.repo}/settings, or "
+                    "choose another name",
+                )
             commit = api.create_commit(
                 reference.repo,
                 operations=[hub.CommitOperationAdd(name, str(folder / name)) for name in names],

@@ -74,19 +74,21 @@ class HubServer(Server):
 
     def _read(self, path: str, authorized: bool) -> tuple[int, dict[str, str], bytes]:
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)()", path)  # old clients
+        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?()", path)
         match = match or info
         if match is None:
             return 404, {}, b""
         repository = self.repositories.get(match[1])
         if repository is None or (repository.is_private and not authorized):
             return 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "not found"}, b""
-        found = repository.commit(match[2])
+        found = repository.commit(match[2] or "main")
         if found is None:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         commit, files = found
         if info is not None:
-            return _json({"id": match[1], "sha": commit, "siblings": []})
+            return _json(
+                {"id": match[1], "private": repository.is_private, "sha": commit, "siblings": []}
+            )
         headers = {"X-Repo-Commit": commit}
         if match[3] not in files:
             return 404, {"X-Error-Code": "EntryNotFound", **headers}, b""

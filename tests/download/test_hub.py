@@ -2,10 +2,12 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,7 +68,9 @@ def test_a_model_is_fetched_once_and_then_found_without_network(
     assert commit[0] in caplog.text
     assert ssdctl.load(f"{NAME}@v1", device="cpu").model.class_names == ["circle", "box"]
     for hub.status in (503, 429):
+        caplog.clear()
         assert ssdctl.load(NAME, device="cpu").model.class_names == ["disc", "box"]
+        assert re.findall(r"cannot be reached, using commit (\w+)", caplog.text) == [commit[0]]
 
 
 def test_errors_name_url_and_folder_and_no_secret(
@@ -93,6 +97,15 @@ def test_errors_name_url_and_folder_and_no_secret(
     monkeypatch.setenv("HF_ENDPOINT", "http://user:pw@127.0.0.1:9")
     address = "127.0.0.1:9/acme/shapes-ssd/resolve/main"
     fails("hf://acme/shapes-ssd", 4, address, "FOLDER/model.safetensors")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    hub.status, cache = None, Path("cache")
+    cache.touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    fails(NAME, 6, "Not a directory", str(cache))
+    cache.unlink()
+    full = RuntimeError("Task error: IO Error: No space left on device (os error 28)")  # hf_xet's
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(side_effect=full))
+    fails(NAME, 6, "no space left", str(cache))
 
 
 def test_large_and_damaged_files_are_refused(

@@ -49,6 +49,9 @@ def test_a_run_is_pushed_and_used_by_its_name(
         for name in (tiny_run, f"hf://{REPOSITORY}")
     )
     assert mine == theirs != []
+    repository.is_private, repository.files = False, {}
+    push(cli, tiny_run, "--private", "--samples", 0).expect(2, "is public")
+    assert not repository.files
 
 
 def test_files_of_others_are_not_replaced(
