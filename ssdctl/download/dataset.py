@@ -2,12 +2,12 @@
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
 what it contained (path, size, CRC). So a second run detects what is done without the archive, and
-`verify` can check every file.
+`verify` can check every file; it marks the record of an archive with damaged files as broken.
 
 An archive's names and sizes are checked before a byte is written. The content is written to a
-temporary folder next to its destination (`.NAME.unpacking`), CRCs are checked while reading, and
-only then are the top-level folders renamed to the destination. Hashes are pinned, but a manifest,
-and so the archive that it pins, may be hostile.
+temporary folder next to the record (`NAME.unpacking`), CRCs are checked while reading, and only
+then are the top-level folders renamed to the destination. Hashes are pinned, but a manifest, and so
+the archive that it pins, may be hostile.
 
 A file of the same name with another content may be a label file that the user corrected: it is
 kept as NAME.replaced. No other file is removed except the archives themselves.
@@ -44,8 +44,8 @@ from ssdctl.download.fetch import (
 )
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Progress, partial_path
-from ssdctl.errors import IntegrityError, SsdctlError
+from ssdctl.download.transfer import Progress, partial_path, short_name
+from ssdctl.errors import DiskError, IntegrityError, SsdctlError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_error,
@@ -67,6 +67,7 @@ MAX_RECORD_BYTES = 1 << 28  # the names of two million files
 MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100  # content to archive; JSON takes 10, JPEG 1, a bomb 1000 and more
 RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive may write there
+UNIX, UTF8_NAME = 3, 0x800  # the system that wrote an entry, the flag of its name's encoding
 # What zipfile and zlib raise.
 BROKEN_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError, OSError,
@@ -94,6 +95,7 @@ class Record(msgspec.Struct, frozen=True):
     name: str
     sha256: str
     entries: list[Entry]
+    is_broken: bool = False  # `verify` found damaged files; the next download replaces them
 
 
 def download(
@@ -114,6 +116,13 @@ def download(
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
         archives `files`, the number unpacked.
     """
+    names = _manifest_names(files)
+    for file in files:
+        if file.unpack and (record := _read_record(dest, file)) is not None:
+            _check_owners(record.entries, safe_join(dest, file.name), names)
+        if (left := _temporary_dir(dest, file)).exists():  # of a killed run: it takes space
+            with contextlib.suppress(DiskError), claim(_record_path(dest, file)):
+                shutil.rmtree(left, ignore_errors=True)
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
     get = partial(
@@ -157,20 +166,19 @@ def _get_archive(
         record, state = _whole_record(dest, file), "present"
         archive = safe_join(dest, file.name)
         if record is None:
-            archives = [f for f in files if f.unpack]
-            owners = {f.name: (f.name, None) for f in archives} | {
+            others = [f for f in files if f.unpack and f != file]
+            owners = _manifest_names(files) | {
                 entry.path: (other.name, entry)
-                for other in archives
-                if other != file and (record := _read_record(dest, other)) is not None
+                for other in others
+                if (record := _read_record(dest, other)) is not None
                 for entry in record.entries
             }
-            entries = unpack(
-                get(file), dest, num_files=file.num_files, owners=owners, progress=progress
-            )
+            temporary = _temporary_dir(dest, file)
+            entries = unpack(get(file), dest, temporary, owners=owners, progress=progress)
             _report_left(record_path, entries)
             os.sync()  # 118,287 files: one call, before the record that lists them
             record, state = Record(file.name, file.sha256, entries), "fetched"
-            write_bytes(record_path, msgspec.json.encode(record))
+            _write_record(dest, file, record)
         # A run that died between unpacking and here left the archive.
         if not keep_archives and (state == "fetched" or is_whole(archive, file, progress)):
             archive.unlink(missing_ok=True)
@@ -221,7 +229,7 @@ def verify(
 ) -> list[dict[str, Any]]:
     """Check the files in `dest` byte by byte, without network.
 
-    The record of an archive whose content is broken is dropped: the next download gets it again.
+    The record of an archive whose content is broken says so: the next download gets it again.
 
     Returns:
         For each file: `name`, `state` (`intact`, `broken` or `missing`) and `problems`, the paths
@@ -234,9 +242,12 @@ def verify(
         if record is None:
             is_intact = not file.unpack and is_whole(target, file, progress)
             problems = [] if is_intact else [file.name]
-        elif problems := _differing(dest, record, progress):
-            with contextlib.suppress(OSError):  # a read-only folder
-                _record_path(dest, file).unlink()
+        else:
+            problems = _differing(dest, record, progress)
+            if record.is_broken != bool(problems):
+                with contextlib.suppress(DiskError):  # a read-only folder
+                    changed = msgspec.structs.replace(record, is_broken=bool(problems))
+                    _write_record(dest, file, changed)
         is_missing = record is None and (file.unpack or not target.is_file())
         state = "missing" if is_missing else "broken" if problems else "intact"
         results.append({"name": file.name, "state": state, "problems": problems})
@@ -244,7 +255,16 @@ def verify(
 
 
 def _record_path(dest: Path, file: PinnedFile) -> Path:
-    return safe_join(dest / RECORDS_DIR, file.name + ".json")
+    path = safe_join(dest / RECORDS_DIR, file.name)
+    return path.with_name(f"{short_name(path)}.json")
+
+
+def _temporary_dir(dest: Path, file: PinnedFile) -> Path:
+    return _record_path(dest, file).with_suffix(".unpacking")
+
+
+def _write_record(dest: Path, file: PinnedFile, record: Record) -> None:
+    write_bytes(_record_path(dest, file), msgspec.json.encode(record))
 
 
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
@@ -275,9 +295,10 @@ def _report_left(record_path: Path, entries: list[Entry]) -> None:
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
     """Return the record of an archive if each of its files exists with its size."""
     record = _read_record(dest, file)
-    if record is None or not all(has_size(safe_join(dest, e.path), e.size) for e in record.entries):
+    if record is None or record.is_broken:
         return None
-    return record
+    is_complete = all(has_size(safe_join(dest, e.path), e.size) for e in record.entries)
+    return record if is_complete else None
 
 
 def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
@@ -298,33 +319,32 @@ def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
 def unpack(
     archive: Path,
     dest: Path,
+    temporary: Path,
     *,
-    num_files: int | None = None,
     owners: Mapping[str, tuple[str, Entry | None]] = {},
     progress: Progress,
 ) -> list[Entry]:
-    """Unpack `archive` into `dest`. The caller holds a lock.
+    """Unpack `archive` into `dest`, by way of the folder `temporary`. The caller holds a lock.
 
-    `owners` are the files that belong to other archives: path -> its archive, and what it is.
+    `owners` are the files that belong to others: path -> its archive, and what it is.
     Files with other contents than in the archive are set aside.
 
     Raises:
-        IntegrityError: It is cut, broken, unsafe, too large for its size, has another number of
-            files than `num_files` or another file of an owner's; nothing was published.
+        IntegrityError: It is cut, broken, unsafe, too large for its size, or has another file of
+            an owner's; nothing was published.
         DiskError: The content cannot be written.
     """
-    temporary = dest / f".{archive.name}.unpacking"
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
     try:
         with zipfile.ZipFile(archive) as opened:
-            infos = _checked_entries(opened, archive, num_files)
-            _check_owners(infos, archive, owners)
+            infos = _checked_entries(opened, archive)
+            entries = [_entry(info) for info in infos if not info.is_dir()]
+            _check_owners(entries, archive, owners)
             num_bytes = sum(info.file_size for info in infos)
             check_space(dest, num_bytes, f"unpacking {archive.name}")
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
             _extract(opened, infos, temporary, partial(progress, f"unpacking {archive.name}"))
-        entries = [_entry(info) for info in infos if not info.is_dir()]
         present = [e for e in entries if safe_join(dest, e.path).is_file()]
         with disk_errors(dest, "writing"):
             _set_aside(dest, _differing(dest, Record(archive.name, "", present), progress))
@@ -347,15 +367,19 @@ def _set_aside(dest: Path, paths: Sequence[str]) -> None:
         )
 
 
+def _manifest_names(files: Sequence[PinnedFile]) -> dict[str, tuple[str, Entry | None]]:
+    return {file.name: ("the manifest", None) for file in files}
+
+
 def _check_owners(
-    infos: list[zipfile.ZipInfo], archive: Path, owners: Mapping[str, tuple[str, Entry | None]]
+    entries: list[Entry], archive: Path, owners: Mapping[str, tuple[str, Entry | None]]
 ) -> None:
-    for entry in map(_entry, infos):
+    for entry in entries:
         owner, other = owners.get(entry.path, ("", entry))
         if other != entry:
             raise IntegrityError(
-                f"{archive}: its {entry.path!r} would replace the file of {owner}",
-                hint="give each archive a manifest and a --dest of its own",
+                f"{archive}: its {entry.path!r} would replace a file of {owner}",
+                hint="give each of them a manifest and a --dest of its own",
             )
 
 
@@ -367,9 +391,8 @@ def _broken(archive: Path, temporary: Path, error: Exception) -> SsdctlError:
         if error.filename:
             reason = f"{os.path.relpath(error.filename, temporary)!r:.60}: {error.strerror}"
     return IntegrityError(
-        f"{archive}: broken archive: {reason}",
-        hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
-        "out of its manifest",
+        f"{archive}: cannot be unpacked: {reason}",
+        hint="leave unpack out of its manifest, and unpack it by hand",
     )
 
 
@@ -377,37 +400,44 @@ def _entry(info: zipfile.ZipInfo) -> Entry:
     return Entry(info.filename, info.file_size, info.CRC)
 
 
-def _checked_entries(
-    opened: zipfile.ZipFile, archive: Path, num_files: int | None
-) -> list[zipfile.ZipInfo]:
-    infos = opened.infolist()
-    if len(infos) > MAX_ENTRIES:
-        raise IntegrityError(f"{archive}: {len(infos):,} entries are too many")
-    for info in infos:
+def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
+    """Return the entries of an archive, named as they are to be written."""
+    infos = []
+    for info in opened.infolist():
         name = info.orig_filename  # zipfile's own is cut at a NUL
+        if info.create_system == UNIX and not info.flag_bits & UTF8_NAME:
+            with contextlib.suppress(UnicodeError):  # it is CP437, as zipfile takes it
+                name = name.encode("cp437").decode()
+        # Python 3.12 and later: another name in an extra field
+        is_same = info.filename in (name, info.orig_filename)
+        name = name.removeprefix("./")
+        if name in ("", "/"):  # the destination itself
+            continue
         parts = name.rstrip("/").split("/")
         if (
-            name != info.filename  # Python 3.12 and later: another one in an extra field
+            not is_same
             or not is_plain_name(name)
             or any(part in ("", ".", "..") for part in parts)
             or parts[0] == RECORDS_DIR
         ):
-            raise IntegrityError(f"{archive}: {name!r} is not a plain path")
+            raise zipfile.BadZipFile(f"{name!r} is not a plain path")
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise IntegrityError(f"{archive}: {name!r} is a link or a device")
+            raise zipfile.BadZipFile(f"{name!r} is a link or a device")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise IntegrityError(f"{archive}: {name!r} is packed by method {info.compress_type}")
+            raise zipfile.BadZipFile(f"{name!r} is packed by method {info.compress_type}")
+        info.filename = name
         if info.is_dir() and info.file_size:
-            raise IntegrityError(f"{archive}: the folder {name!r} has content")
-    count = sum(not info.is_dir() for info in infos)
-    if not count or num_files not in (None, count):
-        expected = "some" if num_files is None else f"{num_files:,}"
-        raise IntegrityError(f"{archive} contains {count:,} files, {expected} were expected")
+            raise zipfile.BadZipFile(f"the folder {name!r} has content")
+        infos.append(info)
+    if len(infos) > MAX_ENTRIES:
+        raise zipfile.BadZipFile(f"{len(infos):,} entries are too many")
+    if all(info.is_dir() for info in infos):
+        raise zipfile.BadZipFile("it contains no files")
     size, total = archive.stat().st_size, sum(info.file_size for info in infos)
     if sum(info.compress_size for info in infos) > size:
-        raise IntegrityError(f"{archive}: its entries overlap or go beyond its end")
+        raise zipfile.BadZipFile("its entries overlap or go beyond its end")
     if total > size * MAX_RATIO:
-        raise IntegrityError(f"{archive}: {total:,} bytes from an archive of {size:,}: a zip bomb")
+        raise zipfile.BadZipFile(f"{total:,} bytes from an archive of {size:,}: a zip bomb")
     return infos
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ssdctl.download.http import MIRROR, NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import DetectorSource, PinnedFile
-from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
+from ssdctl.download.transfer import PartialFile, Progress, partial_path, short_name, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import (
     disk_errors,
@@ -169,7 +169,7 @@ def claim(target: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _lock_path(target: Path) -> Path:
-    return target.with_name(target.name + ".lock")
+    return target.with_name(f"{short_name(target)}.lock")
 
 
 def is_whole(path: Path, file: PinnedFile, progress: Progress = no_progress) -> bool:

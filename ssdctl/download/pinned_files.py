@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -36,7 +36,6 @@ class PinnedFile(NamedTuple):
     bytes: int | None = None  # None if unknown: the server's size is used and the hash decides
     unpack: bool = False  # whether it is a zip archive to unpack
     unpacked_bytes: int | None = None  # about the size of the content on the disk
-    num_files: int | None = None  # in the archive
     note: str = ""  # what the user should know about it
 
     def urls(self, mirror: str | None = None) -> list[str]:
@@ -46,10 +45,11 @@ class PinnedFile(NamedTuple):
         """
         if mirror is None:
             return [self.url]
-        base = check_url(mirror, "--mirror").rstrip("/")
+        base = urlsplit(check_url(mirror, "--mirror"))  # its query stays behind the path
         path = urlsplit(self.url).path.lstrip("/")
-        tails = [self.name, "/".join(path.split("/")[-2:]), path.rpartition("/")[2], path]
-        return list(dict.fromkeys(f"{base}/{tail}" for tail in tails))
+        tails = [quote(self.name), "/".join(path.split("/")[-2:]), path.rpartition("/")[2], path]
+        paths = [f"{base.path.rstrip('/')}/{tail}" for tail in dict.fromkeys(tails)]
+        return [base._replace(path=path).geturl() for path in paths]
 
 
 COCO2017 = {
@@ -60,7 +60,6 @@ COCO2017 = {
         19_336_861_798,
         unpack=True,
         unpacked_bytes=19_700_000_000,
-        num_files=118_287,
     ),
     "val": PinnedFile(
         "val2017.zip",
@@ -69,7 +68,6 @@ COCO2017 = {
         815_585_330,
         unpack=True,
         unpacked_bytes=840_000_000,
-        num_files=5_000,
     ),
     "annotations": PinnedFile(
         "annotations_trainval2017.zip",
@@ -178,13 +176,13 @@ def read_manifest(path: Path) -> list[PinnedFile]:
     except msgspec.ValidationError as error:
         hint = "each [[file]] has name, url, bytes, sha256 (64 hex digits), and unpack for zips"
         raise UsageError(f"{path}: {error}", hint=hint) from None
-    seen: set[Path] = set()
+    seen: dict[Path, _Entry] = {}
     for entry in entries:
         check_url(entry.url, f"{path}: {entry.name}")
         target = safe_join(Path(), entry.name)
         if target in seen or target == Path():
             raise UsageError(f"{path}: {entry.name!r} is not a unique file name")
-        seen.add(target)
+        seen[target] = entry
         if entry.unpack and target.suffix.lower() in OTHER_ARCHIVES:
             raise UsageError(
                 f"{path}: {entry.name!r} cannot be unpacked: only zip archives are",
@@ -194,4 +192,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         is_next_to_it = target.suffix in OWN_SUFFIXES and target.with_suffix("") in seen
         if is_next_to_it or target.suffix == PART_SUFFIX:
             raise UsageError(f"{path}: {str(target)!r} is a name that the download itself uses")
-    return [PinnedFile(e.name, e.url, e.sha256.lower(), e.bytes, e.unpack) for e in entries]
+    return [
+        PinnedFile(target.as_posix(), e.url, e.sha256.lower(), e.bytes, e.unpack)
+        for target, e in seen.items()
+    ]

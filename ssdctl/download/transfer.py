@@ -58,6 +58,7 @@ CHUNK_BYTES = 64 * 1024
 MIN_PIECE_BYTES = 256 * 1024
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 MAX_STATE_BYTES = 1 << 20
+PAUSE_S = 1.0  # between two ticks: not a stall of the server
 RECORD_S = 0.02  # save the state this often; a kill loses at most this much
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
@@ -182,11 +183,16 @@ class PartialFile:
         return missing if edges == sorted(edges) else everything
 
 
-def partial_path(target: Path) -> Path:
+def short_name(target: Path) -> str:
+    """Return the name of a file, or one for it that leaves space for a suffix."""
     name = shortened(target.name)
     if name != target.name:  # others may begin like it
         name += f"-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:8]}"
-    return target.with_name(f".{name}{PART_SUFFIX}")
+    return name
+
+
+def partial_path(target: Path) -> Path:
+    return target.with_name(f".{short_name(target)}{PART_SUFFIX}")
 
 
 class _Halted(Exception):  # noqa: N818 - not an error for the user
@@ -245,7 +251,7 @@ class _Attempt:
 
     def run(self, progress: Callable[[int], None]) -> None:
         progress(self.partial.arrived_bytes)  # before the first byte: what an earlier run received
-        limit_s, mark_bytes = self.policy.stall_s, 0
+        limit_s, mark_bytes, now = self.policy.stall_s, 0, time.monotonic()
         with self.lock:  # the worker begins when it is in the list
             self.workers.append(run_in_daemon_thread(self._work))
         try:
@@ -257,7 +263,9 @@ class _Attempt:
                     break
                 with self.lock:
                     arrived, received = self.partial.arrived_bytes, self.received_bytes - mark_bytes
-                    now = time.monotonic()
+                    before, now = now, time.monotonic()
+                    if now - before > PAUSE_S:  # this process was stopped (Ctrl-Z)
+                        self.stalls_at_s += now - before
                     if received >= self.policy.min_rate * limit_s:
                         mark_bytes, self.stalls_at_s = self.received_bytes, now + limit_s
                     elif now > self.stalls_at_s:

@@ -9,7 +9,9 @@ import sys
 import tempfile
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from download.http_server import Server
@@ -108,9 +110,28 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
     with pytest.raises(DiskError, match=r"zeros\.zip"):
         download([archive], tmp_path)
     assert list(content(tmp_path)) == ["zeros.zip"]
+    left = tmp_path / ".ssdctl/zeros.zip.unpacking"  # of a killed run
+    left.mkdir()
+    monkeypatch.setattr("ssdctl.download.fetch.free_bytes", lambda _: 0 if left.exists() else 1e9)
+    assert states(download([archive], tmp_path)) == ["fetched"]
 
 
-def test_no_archive_replaces_a_file_of_another(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["{}/images.zip", "n" * 249 + "{}.zip"])
+def test_archives_of_similar_names_at_once(server: Server, tmp_path: Path, name: str) -> None:
+    meeting = Barrier(2, timeout=20)
+
+    def get(letter: str) -> None:
+        archive = pinned(server, name.format(letter), zipped({f"{letter}.jpg": b"x"}), unpack=True)
+        meet = lambda label, *_: label.startswith("unpacking") and meeting.wait()  # noqa: E731
+        download([archive], tmp_path, progress=meet)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(get, "ab"))
+    assert content(tmp_path) == {"a.jpg": b"x", "b.jpg": b"x"}
+    assert len([*tmp_path.rglob("*.json")]) == 2
+
+
+def test_no_archive_replaces_another_file_of_the_download(server: Server, tmp_path: Path) -> None:
     first = pinned(server, "a.zip", zipped({"README": b"a", "LICENSE": b"same"}), unpack=True)
     other = pinned(server, "b.zip", zipped({"README": b"b", "LICENSE": b"same"}), unpack=True)
     with pytest.raises(IntegrityError, match=r"b\.zip.*'README'.*a\.zip"):
@@ -118,10 +139,15 @@ def test_no_archive_replaces_a_file_of_another(server: Server, tmp_path: Path) -
     assert (tmp_path / "README").read_bytes() == b"a"
     agrees = pinned(server, "b.zip", zipped({"LICENSE": b"same"}), unpack=True)
     assert states(download([first, agrees], tmp_path)) == ["present", "fetched"]
-    for name in ("a.zip", "c.zip"):  # an archive's own name, and another's
+    plain = pinned(server, "notes", b"more")
+    for name in ("a.zip", "c.zip", "notes"):  # an archive's own name, and another file's
         hides = pinned(server, "c.zip", zipped({name: b"x"}), unpack=True)
         with pytest.raises(IntegrityError, match=rf"c\.zip.*{name}"):
-            download([hides, first], tmp_path)
+            download([hides, first, plain], tmp_path)
+    before = len(server.requests)
+    with pytest.raises(IntegrityError, match=r"a\.zip.*'README'.*the manifest"):
+        download([pinned(server, "README", b"mine"), first], tmp_path)
+    assert len(server.requests) == before
 
 
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(
@@ -169,12 +195,13 @@ CONTENT = {
 }
 
 
-def unzip(folder: Path, archive: bytes, num_files: int | None = None) -> list[Entry]:
+def unzip(folder: Path, archive: bytes) -> list[Entry]:
     """Unpack `archive`, which is in `folder`, into `folder/data`."""
     folder.mkdir(exist_ok=True)
     path = folder / "a.zip"
     path.write_bytes(archive)
-    return unpack(path, folder / "data", num_files=num_files, progress=no_progress)
+    data = folder / "data"
+    return unpack(path, data, data / ".unpacking", progress=no_progress)
 
 
 def refused(folder: Path, archive: bytes, match: str = "") -> None:
@@ -195,11 +222,8 @@ def with_field(archive: bytes, position: int, value: int, size: int = 4) -> byte
 
 
 def test_content_lands_in_place(tmp_path: Path) -> None:
-    left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"  # left by a killed run
-    left.mkdir(parents=True)
-    (left / "half.jpg").write_bytes(b"")
-    more = {"a/": b"", "a/b/": b"", "a/c": b"", "top": b"x"}
-    entries = unzip(tmp_path, zipped(CONTENT | more), num_files=5)
+    more = {"/": b"", "./": b"", "./a/": b"", "a/b/": b"", "./a/c": b"", "top": b"x"}
+    entries = unzip(tmp_path, zipped(CONTENT | more))
     found = tree(tmp_path / "data")
     assert found == CONTENT | {"a/c": b"", "top": b"x"}
     assert (tmp_path / "data" / "a" / "b").is_dir()
@@ -226,12 +250,12 @@ def test_a_linked_folder_gets_the_files(tmp_path: Path, disk: str | None) -> Non
             "train2017/000000000009.jpg.replaced": b"old",
             **{name: data for name, data in content.items() if name.startswith("train2017/")},
         }
-    assert not (tmp_path / "data" / ".a.zip.unpacking").exists()
+    assert not (tmp_path / "data" / ".unpacking").exists()
 
 
 NAMES = (
     *("../out", "a/../../out", "a/..", "/etc/passwd", "//out", "a\\..\\out", "C:\\out"),
-    *("./a", "a//b", ".ssdctl/a.zip.json", "x" * 300, "/".join(["x" * 200] * 25)),
+    *("././a", "./.ssdctl/a", "a//b", ".ssdctl/a.zip.json", "x" * 300, "/".join(["x" * 200] * 25)),
 )
 DATA = CONTENT["train2017/000000000009.jpg"]
 ONE = zipped({"a": b"1"})
@@ -260,7 +284,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "another method": (with_field(ONE, 10, zipfile.ZIP_LZMA, 2), "method 14"),
     "another CRC": (with_field(ONE, 16, 12345), "CRC"),
     "a bomb": (zipped({"zeros": bytes(3_000_000)}), "bomb"),
-    "nothing": (zipped({}), "0 files"),
+    "nothing": (zipped({"a/": b""}), "no files"),
 }  # fmt: skip
 
 
@@ -269,10 +293,14 @@ def test_15_hostile_archives(tmp_path: Path, name: str) -> None:
     refused(tmp_path, *HOSTILE[name])
 
 
-def test_15_numbers_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(IntegrityError, match=r"\b3\b.*\b4\b"):
-        unzip(tmp_path, zipped(CONTENT), num_files=4)
-    assert list(tree(tmp_path)) == ["a.zip"]
+def test_names_without_the_flag_of_utf8(tmp_path: Path) -> None:
+    utf8 = "ü".encode()
+    for system, name, expected in ((3, utf8, "ü"), (3, b"\x81_", "ü_"), (0, utf8, "├╝")):
+        unzip(tmp_path, zipped({"a__": b""}, create_system=system).replace(b"__", name))
+        assert (tmp_path / f"data/a{expected}").is_file()
+
+
+def test_15_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "MAX_ENTRIES", 2)
     refused(tmp_path, zipped(CONTENT), "3 entries are too many")
 

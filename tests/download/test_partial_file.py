@@ -49,16 +49,6 @@ def test_a_part_is_continued_and_published(target: Path, monkeypatch: pytest.Mon
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_long_names_have_parts_of_their_own(tmp_path: Path) -> None:
-    targets = [tmp_path / f"{'a' * 249}{n}" for n in range(2)]
-    for arrived, target in enumerate(targets, 1):
-        leave(target, arrived)
-    for arrived, target in enumerate(targets, 1):
-        partial = opened(target)
-        assert partial.arrived_bytes == arrived
-        partial.close()
-
-
 def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies between the two has recorded nothing that is absent."""
     partial = opened(target)

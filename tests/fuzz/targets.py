@@ -320,7 +320,7 @@ def archive(folder: Path) -> Iterator[Target]:
     path, dest = folder / "a.zip", folder / "data"
 
     def unpack_it() -> None:
-        entries = unpack(path, dest, progress=no_progress)
+        entries = unpack(path, dest, dest / ".unpacking", progress=no_progress)
         files = {p.relative_to(dest).as_posix(): p for p in dest.rglob("*") if not p.is_dir()}
         found = {name: (p.stat().st_size, zlib.crc32(p.read_bytes())) for name, p in files.items()}
         assert {entry.path: (entry.size, entry.crc) for entry in entries} == found

@@ -123,5 +123,6 @@ def test_without_network_the_error_names_url_and_folder(
     serve_at("http://127.0.0.1:9/x", monkeypatch)
     monkeypatch.setenv("SSDCTL_DOWNLOAD__TIMEOUT", "1")
     result = export(cli, "ssd300-vgg16-coco", "mlperf")
-    result.expect(4, "http://127.0.0.1:9/x/", "ssd300_vgg16_coco-b556d3b4.pth")
+    named = str(tmp_path / "torch/hub/checkpoints/ssd300_vgg16_coco-b556d3b4.pth")
+    result.expect(4, "http://127.0.0.1:9/x/ssd300_vgg16_coco-b556d3b4.pth", named)
     export(cli, "ssd300-vgg16-cocoo", "onnx").expect(2, "ssd300-vgg16-coco")
