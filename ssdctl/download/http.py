@@ -186,7 +186,9 @@ def _refusal(reply: requests.Response, url: str, num_bytes: int | None) -> Netwo
             busy.asked_s = urllib3.Retry().get_retry_after(reply.raw) or 0
         return busy
     if status not in (200, 206, 416):
-        return NetworkError(message, hint=f"try again later, or try {MIRROR}")
+        login = "check the URL and the credentials (~/.netrc; HTTPS_PROXY and HTTP_PROXY)"
+        hint = "try again later" if status >= 500 else login
+        return NetworkError(message, hint=f"{hint}, or try {MIRROR}")
     kind = reply.headers.get("Content-Type", "")
     is_page = kind.partition(";")[0].strip().lower() == "text/html"
     if status == 416 or not is_page or (num_bytes and length_and_range(reply)[0] == num_bytes):
