@@ -12,13 +12,13 @@ import contextlib
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import of_call
@@ -400,10 +400,8 @@ def detect_on_split(
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
-    facts: dict[str, object] = {"precision": precision, "tile": tiling}
-    categories = repr([how["category_ids"], [c.name for c in split.classes]]).encode()
-    facts["the checksum of the categories"] = zlib.crc32(categories)
-    _require_same(facts, split.image_ids[rows], detector, ranks)
+    ids = {"images": split.image_ids[rows], "categories": how["category_ids"]}
+    _require_same({"precision": precision, "tile": tiling}, ids, detector, ranks)
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None
     found = detect(detector, split, rows, **how)
@@ -423,7 +421,7 @@ def detect_on_split(
 
 def _require_same(
     facts: dict[str, object],
-    image_ids: NDArray[np.int64],
+    ids: Mapping[str, ArrayLike],
     detector: DetectorBackend,
     ranks: Ranks,
 ) -> None:
@@ -432,6 +430,6 @@ def _require_same(
 
     if ranks.is_single_process:
         return
-    images = {"the checksum of the images": zlib.crc32(image_ids.tobytes())}
+    sums = {f"the checksum of the {k}": zlib.crc32(np.array(v).tobytes()) for k, v in ids.items()}
     rules = {"NMS IoU": detector.nms_iou, "the score threshold": detector.score_threshold}
-    require_same({**images, **facts, **rules}, ranks)
+    require_same({**sums, **facts, **rules}, ranks)
