@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments = [*arguments[1:], "--help"]
         elif arguments == ["version"]:
             arguments = ["--version"]
+    if {"--install-completion", "--show-completion"} & {*arguments[:1]} and arguments[1:]:
+        text = f"{arguments[0]} takes no argument: it finds the shell that calls it"
+        exit_after(UsageError(text), Console(), STDOUT)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments[:end] = [AFTER_EQUALS.sub(_expanded, argument) for argument in arguments[:end]]
     try:

@@ -117,13 +117,18 @@ def report(
 def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     from rich.console import Group
 
-    rows = [
-        (r["path"], r["date"], r["data"], r["network"], f"{r['steps']:,}", format_score(r["ap"]))
-        for r in found
-    ]
-    runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
+    texts = {name: [r[name] for r in found] for name in ("path", "date", "data", "network")}
+    columns = {"run": texts.pop("path"), **texts, "steps": [f"{r['steps']:,}" for r in found]}
+    columns["AP"] = [format_score(r["ap"]) for r in found]
+    folded = ("run", "data")
+    for name in ("date", "data", "network"):  # left out if the terminal is too narrow
+        widths = [MIN_WIDTH if n in folded else max(map(len, [n, *columns[n]])) for n in columns]
+        if sum(widths) + 2 * len(widths) > rich_console(sys.stdout).width:
+            del columns[name]
+    rows = list(zip(*columns.values(), strict=True))
+    runs = table(*columns, rows=rows, left=range(len(columns) - 2))
     for column in runs.columns:
-        if column.header in ("run", "data"):
+        if column.header in folded:
             column.overflow, column.min_width = "fold", MIN_WIDTH
         else:
             column.no_wrap = True

@@ -21,7 +21,7 @@ from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
-from ssdctl.download.http import NotFound, RetryPolicy, length_of
+from ssdctl.download.http import RESUME, NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
@@ -172,7 +172,8 @@ def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
                 if url == urls[-1]:
                     raise
     except SsdctlError as error:
-        return result(part, str(error), error.hint or REMEDY, is_wanted=True)
+        hint = REMEDY if error.hint in (None, RESUME) else error.hint  # it keeps no bytes
+        return result(part, str(error), hint, is_wanted=True)
     host = urlsplit(url).netloc.rpartition("@")[2]
     if file.bytes is not None and num_bytes != file.bytes:
         detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"

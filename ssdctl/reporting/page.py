@@ -172,12 +172,18 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _command(run: Run, page_folder: Path) -> str | None:
-    """Return the command that trained a run, to be copied into a shell in the page's folder."""
-    if run.environment is None:
+    """Return the command that trained a run, to be copied into a shell in the page's folder.
+
+    There is none for several ranks, whose launcher is not known, and for `python -c` or a notebook.
+    """
+    if run.environment is None or run.environment.world_size > 1:
         return None
-    name, *words = run.environment.command
-    name = Path(name).name
-    start = ["python", "-m", "ssdctl"] if name == "__main__.py" else [name]
+    script, *words = run.environment.command
+    name = Path(script).name
+    if name == "ipykernel_launcher.py" or not (name == "ssdctl" or name.endswith(".py")):
+        return None
+    start = ["python", script] if name.endswith(".py") else [name]
+    start = ["python", "-m", "ssdctl"] if name == "__main__.py" else start
     folder = Path(run.environment.folder or page_folder)
     command = " ".join(_quoted(_with_relative_paths(word, folder)) for word in [*start, *words])
     relative = _with_relative_paths(str(folder), page_folder)
@@ -288,7 +294,7 @@ def _interval(intervals: Mapping[str, Interval], name: str) -> Markup:
 
 def _best(runs: Sequence[Run], name: str) -> float | None:
     """Return the best value of a metric if several runs have one."""
-    values = [run.best_metrics[name] for run in runs if run.best_metrics]
+    values = [run.best_metrics.get(name, -1) for run in runs if run.best_metrics]
     return max(values) if len(values) > 1 else None
 
 

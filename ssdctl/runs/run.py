@@ -293,7 +293,7 @@ class Run:
             steps, best = self.num_steps, self.best_metrics
         except SsdctlError:  # not trained yet, or broken
             return f"Run({self.path})"
-        ap = "" if best is None else f", AP {best['AP']:.3f}"
+        ap = "" if best is None or best["AP"] < 0 else f", AP {best['AP']:.3f}"
         return f"Run({self.path}: {steps} steps{ap})"
 
     def _repr_html_(self) -> str:

@@ -46,6 +46,7 @@ MISTAKES = [
     ("download --dest s3://bucket/coco", 2, "s3://bucket/coco"),
     # Typing errors, and options of other programs: see test_command_lines.py, test_docs.py.
     ("config shw", 2, "'show'"),
+    ("--install-completion zsh", 2, "--install-completion takes no argument"),
     ("val", 2, "'evaluate'"),
     ("prepare photos", 2, "--data"),
     ("train --epoch 3", 2, "--epochs"),

@@ -60,7 +60,9 @@ class MLLog(Observer):
     def on_end(self, end: End) -> None:
         self._end_epoch()
         self._end_block()
-        status = "success" if end.is_success else "aborted"
+        best, target = end.summary.best_ap, self._config.target_ap
+        has_target = target is None or (best is not None and best >= target)
+        status = "success" if end.is_success and has_target else "aborted"
         if end.has_progressed:  # also if no step was left
             self._start_run()
         if self._is_running:

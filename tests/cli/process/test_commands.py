@@ -352,6 +352,8 @@ def test_runs_are_listed_with_the_newest_first(cli: Cli, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS")  # a pipe has no width
         assert any(str(long) in line for line in cli("runs").out.splitlines())
+        patch.setenv("COLUMNS", "40")  # leaves out columns, not the ends of numbers
+        assert {f"{new['ap']:.3f}", "7"} <= {*cli("runs").out.split()}
     Path("none").mkdir()
     assert (cli("runs", "none").code, json.loads(cli("runs", "none", "--json").out)) == (0, [])
 

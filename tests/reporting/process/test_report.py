@@ -99,6 +99,15 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     assert folder == str(work)
     assert (work / arguments[2]).resolve() == photos
     assert (arguments[4], arguments[6]) == ("runs/a", str(weights))
+    notebook = ["/opt/ipykernel_launcher.py", "-f", "k.json"]
+    for own, shown in [
+        ({"command": ["src/t.py"], "folder": str(placed)}, ["python src/t.py"]),
+        *[({"command": words}, []) for words in (["-c"], notebook)],
+        ({"world_size": 2}, []),  # the launcher is not known
+    ]:
+        (placed / "environment.json").write_text(json.dumps(content | own))
+        page = html.unescape(report(cli, placed))
+        assert re.findall(r'class="command"><code tabindex="0">(.*?)</code>', page) == shown
 
 
 def test_a_home_folder_behind_a_link_is_not_named(

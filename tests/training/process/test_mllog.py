@@ -90,7 +90,9 @@ def test_the_log_of_a_resumed_run_continues(cli: Cli, shapes: Path, tmp_path: Pa
     path = tmp_path / "log.txt"
     options = ["train", "--data", shapes, "--out", "run", *OPTIONS, "--mllog", path]
     assert cli(*options, "--steps", 4).code == 0
-    assert cli(*options).code == 0
+    assert cli(*options, "--target-ap", 0.9).code == 0
+    ends = [x["metadata"]["status"] for x in lines_of(path) if x["key"] == "run_stop"]
+    assert ends == ["success", "aborted"]  # without the target, and with one that it missed
     keys = [line["key"] for line in lines_of(path)]
     assert keys.count("seed") == 1
     assert [k for k in keys if k.startswith("run_")] == ["run_start", "run_stop"] * 2
