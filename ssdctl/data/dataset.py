@@ -129,10 +129,10 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     described = [_describe(path, name, by) for name, _, by in found]
     name, module, by = found[0]
     if len(found) > 1:
-        choices = " or ".join(f"--from {format_name}" for format_name, _, _ in found)
+        names = " or --from ".join(format_name for format_name, _, _ in found)
         raise DataError(
             f"{path}: contains several datasets: {', '.join(described)}",
-            hint=f"choose one: ssdctl prepare --data {quoted(path)} with {choices}",
+            hint=f"choose one: ssdctl prepare --data {quoted(path)} --from {names}",
         )
     if by != path:
         log.info("%s: detected %s", path, described[0])
