@@ -11,6 +11,8 @@ from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.safe_text import counted, listed
+from ssdctl.training.plan import CONTINUED
+from ssdctl.training.small_data import short_warmup
 
 if TYPE_CHECKING:
     from ssdctl.training.observers import Start
@@ -118,7 +120,7 @@ def _missed(plan: Plan) -> str | None:
 
 
 def warnings_of_unreached(plan: Plan, step: int) -> list[str]:
-    """Return warnings about what the run does not reach: --steps, --profile, decays, evaluations.
+    """Return warnings about a schedule that does not fit the run, and about what is not reached.
 
     It continues from `step`.
 
@@ -146,6 +148,18 @@ def warnings_of_unreached(plan: Plan, step: int) -> list[str]:
         warnings.append(f"--profile {config.profile}: the run continues from step {step:,}")
     if missed and not is_cut:
         warnings.append(f"the run ends at step {total:,}, before {missed}")
+    if (decay := plan.first_decay) < min(plan.warmup_steps, total):
+        warnings.append(
+            f"the warm-up ends at step {plan.warmup_steps:,}, but the learning rate decays from "
+            f"step {decay:,} on: --warmup {short_warmup(decay, 10)}st ends before it"
+        )
+    is_kept = plan.config.sources["train.decay_epochs"] == CONTINUED
+    if is_kept and plan.is_cosine and (end := plan.decay_steps[-1]) < total:
+        warnings.append(
+            f"the schedule of {plan.out} ends at step {end:,}: the learning rate stays at "
+            f"{plan.lr(total):.3g} after it; --resume-changed fits it to {total:,} steps, "
+            "another --out starts a new run"
+        )
     return warnings + _warnings_of_evaluations(plan)
 
 

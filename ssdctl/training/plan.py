@@ -47,7 +47,7 @@ LEAVE_IT_OUT = "leave it out"
 AUGMENTATION = ["train.augment", "train.hue_degrees"]
 EVALUATION = ["train.eval_every", "train.eval_at", "train.patience", "train.target_ap"]
 INIT = Source(Kind.RULE, "checkpoint of --init")
-SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
+SHORT_RUN = Source(Kind.RULE, "a tenth of the steps before the decay or the end")
 CONTINUED = Source(Kind.FILE, "the run it continues")
 SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chosen together
 
@@ -123,6 +123,11 @@ class Plan:
     @cached_property
     def decay_steps(self) -> tuple[int, ...]:
         return tuple(map(self.step_at, self.config.train.decay_epochs))
+
+    @property
+    def first_decay(self) -> int:
+        """The step at which the learning rate begins to decay, at least 1; without, the last."""
+        return max(min(self.decay_steps, default=self.recipe_steps), 1)
 
     @property
     def is_cosine(self) -> bool:
@@ -278,8 +283,6 @@ def make_plan(
             first = first.with_value(path, value, CONTINUED)
         plan = _adapted(first, share)
     _check(plan, dataset)
-    if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
-        plan = dataclasses.replace(plan, notices=(*notices, _schedule_has_ended(plan)))
     return plan
 
 
@@ -354,7 +357,7 @@ def _background_share(config: Config, dataset: DatasetSize) -> float:
 
 
 def _adapted(plan: Plan, background: float) -> Plan:
-    """Apply the rule for few images, then shorten a warm-up that nobody chose if it is too long.
+    """Apply the rule for few images; shorten a warm-up that nobody chose and a decay would cut off.
 
     The first steps of a preset that the user names are the same whatever --steps is.
     """
@@ -362,6 +365,7 @@ def _adapted(plan: Plan, background: float) -> Plan:
     plan = dataclasses.replace(plan, config=config, rule=rule)
     is_named = plan.config.is_chosen("train.preset")
     length = plan.recipe_steps if is_named else plan.total_steps
+    length = min(length, plan.first_decay)
     if plan.warmup_steps > length and not plan.config.is_chosen("train.warmup"):
         plan = plan.with_value("train.warmup", f"{short_warmup(length, 10)}st", SHORT_RUN)
     return plan
@@ -375,14 +379,6 @@ def _kept_schedule(now: Config, before: Config | None) -> dict[str, Any]:
     kept = {path: attrgetter(path)(before) for part in parts for path in part}
     is_same = all(value == attrgetter(path)(now) for path, value in kept.items())
     return {} if is_same else kept
-
-
-def _schedule_has_ended(plan: Plan) -> str:
-    return (
-        f"the schedule of {plan.out} ends at step {plan.decay_steps[-1]:,}: the learning rate "
-        f"stays at {plan.lr(plan.total_steps):.3g} after it; --resume-changed fits it to "
-        f"{plan.total_steps:,} steps, another --out starts a new run"
-    )
 
 
 def _check(plan: Plan, dataset: DatasetSize) -> None:

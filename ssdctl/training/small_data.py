@@ -17,7 +17,7 @@ FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
 HIGHEST_LR = 2e-3  # AdamW, large batches
 EVALUATIONS = 10
-FEWEST_STEPS_BETWEEN_EVALUATIONS = 50
+STEPS_BETWEEN_EVALUATIONS = 50  # fewest, before rounding
 SMALL_BATCH = 8  # images per device; at 8 and above, updating batch-norm statistics was fine
 
 # Settings of `train` that are only replaced together, if the user chose none of them.
@@ -129,9 +129,9 @@ def _schedule(
     if is_open(*DECAY):
         values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
     if is_open("eval_every"):
-        interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
-        if interval < run_steps:
-            values["eval_every"] = f"{interval}st"
+        count = min(run_steps // STEPS_BETWEEN_EVALUATIONS, EVALUATIONS)
+        if count > 1:  # rounded up: the last one is with the last step
+            values["eval_every"] = f"{math.ceil(run_steps / count)}st"
     return values
 
 

@@ -165,7 +165,7 @@ def test_background_is_off_in_presets_and_where_it_is_set() -> None:
 def test_few_images_get_enough_steps(images: int, total: int, warmup: int) -> None:
     plan, tuned = plan_of(train_settings(), images), plan_of(train_settings(init="x.pt"), images)
     assert (plan.total_steps, plan.warmup_steps) == (total, warmup)
-    assert plan.global_batch_size == 8
+    assert (plan.global_batch_size, len(plan.evaluations_after(0))) == (8, 10)
     assert plan.peak_lr == pytest.approx(1.4e-3)
     assert plan.lr(total) < 0.02 * plan.peak_lr  # the cosine ends with the run
     assert tuned.total_steps == max(3000, 10 * images) // 8
@@ -214,6 +214,7 @@ def test_other_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images
     assert plan.total_steps == plan.decay_steps[-1] == steps
     assert plan.warmup_steps == min(max(steps // 20, 1), steps - 1)
     assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
+    assert len(plan.evaluations_after(0)) == min(max(steps // 50, 1), 10)
 
 
 def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> None:
@@ -223,6 +224,8 @@ def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> N
         assert config.sources["train.warmup"].kind is Kind.RULE
     named = plan_of(train_settings(preset="nvidia-r50", epochs=1), FEW)
     assert named.config.train.warmup == "1st"  # the whole recipe has 3 steps
+    decayed = plan_of(train_settings(preset="torchvision-vgg16"), 289)
+    assert (decayed.total_steps, decayed.decay_steps[0], decayed.warmup_steps) == (1083, 722, 72)
 
 
 @pytest.mark.parametrize("preset", get_args(PresetName))
@@ -255,6 +258,8 @@ def test_a_dry_run_warns_of_decays_that_are_not_reached(cli: Cli, preset: str, m
     command = ["train", "--preset", preset, "--fake-data", "--device", "cpu", "--dry-run"]
     assert "warning" not in cli(*command).err
     cli(*command, "--epochs", 10).expect(0, missed)
+    cut = cli(*command, "--warmup", "58ep").expect(0, "but the learning rate decays from")
+    assert "warning" not in cli(*command, *cut.err.split(": ")[-1].split()[:2]).err
 
 
 def test_mlperf_at_eight_times_128() -> None:
