@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.trial import TrialState
@@ -30,6 +31,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("train_options", nargs="*")
     arguments = parser.parse_args()
+    if not train(arguments, "--dry-run")["evaluations"]:
+        command = f"ssdctl prepare --data {arguments.data} --split 0.9"
+        sys.exit(f"{arguments.data}: trials are compared by AP on validation images: {command}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
         study_name="ssdctl",
@@ -57,15 +61,20 @@ def average_precision(trial: optuna.Trial, arguments: argparse.Namespace) -> flo
     lr = trial.suggest_float("lr", 2e-4, 1e-2, log=True)
     freeze = trial.suggest_int("freeze", 0, 3)
     norm = trial.suggest_categorical("norm", ["freeze-norm", "no-freeze-norm"])
-    command = [
-        *(sys.executable, "-m", "ssdctl", "train", "--json"),
-        *("--data", arguments.data, "--init", arguments.init, "--out", run),
-        *("--optimizer", "adamw", "--weight-decay", str(weight_decay), "--lr", str(lr)),
-        *("--freeze", str(freeze), f"--{norm}", "--seed", "0"),
-        *arguments.train_options,
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout)["best_ap"])
+    options = ["--optimizer", "adamw", "--weight-decay", str(weight_decay), "--lr", str(lr)]
+    options += ["--freeze", str(freeze), f"--{norm}", "--seed", "0", "--out", run]
+    return float(train(arguments, *options)["best_ap"])
+
+
+def train(arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
+    """Return the JSON of `ssdctl train`; exit with its code if it fails: it wrote the reason."""
+    command = [sys.executable, "-m", "ssdctl", "train", "--json", *options]
+    command += ["--data", arguments.data, "--init", arguments.init, *arguments.train_options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 if __name__ == "__main__":

@@ -137,7 +137,9 @@ def _show_plan(call: Call) -> None:
     workers = plan.config.train.workers or usable_cores(find_ranks().world_size)
     if call.console.as_json:
         recipe = plan.rule or f"preset {plan.config.train.preset}"
-        more = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
+        evaluations = len(plan.evaluations_after(step)) if size.validation else 0
+        more = {"evaluations": evaluations, "recipe": recipe}
+        more |= {"workers": workers, "cpu_quota": quota_cores()}
         call.console.result({**plan.as_json(), **more})
         return
     rows = _plan_rows(call, plan, device, size, workers, step)

@@ -174,7 +174,7 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
     plan = json.loads(cli("train", *options, "--json").out)
     assert set(plan) == {
         "images", "background", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
-        "decay_steps", "recipe", "workers", "cpu_quota",
+        "decay_steps", "evaluations", "recipe", "workers", "cpu_quota",
     }  # fmt: skip
     assert plan["global_batch_size"] == 4
     assert plan["total_steps"] == 10 * plan["images"] // 4

@@ -34,6 +34,8 @@ def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
     rates = [record["lr"] for record in records(Path("run"), "train")]
     assert rates[1] == max(rates)  # the cosine ended with step 2 and does not start again
     assert "ends at step 2" in " ".join(again.err.split())
+    refused = cli(*command, "--steps", 6, "--bs", 16).expect(2, "the global batch was 8, is 16")
+    assert "the schedule" not in refused.err
 
 
 def fine_tune(cli: Cli, shapes: Path, tiny_run: Path, *options: object) -> dict[str, Tensor]:
@@ -86,17 +88,23 @@ def test_the_validation_loss_is_that_of_training(cli: Cli, shapes: Path, tiny_ru
 
 
 @pytest.mark.slow
-def test_the_optuna_example_resumes(shapes: Path, tiny_run: Path) -> None:
+def test_the_optuna_example_resumes(cli: Cli, shapes: Path, tiny_run: Path) -> None:
     pytest.importorskip("optuna")
     script = Path(__file__).parents[3] / "docs" / "tune_with_optuna.py"
     command: list[str] = [
-        sys.executable, str(script), "--data", str(shapes),
+        sys.executable, str(script),
         "--init", str(tiny_run / "checkpoints" / "last.pt"),
-        "--out", "search",
+        "--out", "search", "--data",
     ]  # fmt: skip
     options = ["--", "--steps", "1", "--bs", "2", "--fp32", "--device", "cpu", "--workers", "1"]
+    few = ("--dest", "few", "--images", 4, "--val-images", 0)
+    cli("download", "--dataset", "shapes", *few).expect(0)
+    done = subprocess.run([*command, "few", *options], capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (1, False)
+    assert not Path("search").exists()
     for trials in (1, 2):
-        done = subprocess.run([*command, "--trials", str(trials), *options], capture_output=True)
+        more = [str(shapes), "--trials", str(trials), *options]
+        done = subprocess.run([*command, *more], capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
         assert {"AP", "lr", "freeze"} < set(json.loads(done.stdout))
         assert len(list(Path("search").glob("trial-*"))) == trials
