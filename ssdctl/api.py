@@ -28,7 +28,7 @@ from ssdctl.config.resolve import refuse_twice
 from ssdctl.config.settings import TABLES, Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import FORMATS, NMS
-from ssdctl.runs.folder import RunDir, make_report_dir
+from ssdctl.runs.folder import make_report_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.hardware import cores_kept
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
@@ -390,7 +390,8 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
 
     Args:
         runs: Runs or run folders, or folders that `evaluate(report=...)` wrote.
-        out: The file to write; None is report.html in the folder of the first run.
+        out: The file to write; None is report.html in the run folder, or, for several runs,
+            comparison.html in the first one.
 
     Raises:
         ssdctl.errors.UsageError: None is named, one is not a run folder, or `out` is another file.
@@ -398,12 +399,12 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
         ssdctl.errors.DiskError: The page cannot be written.
     """
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.run import open_runs
+    from ssdctl.runs.run import default_report, open_runs
 
     if not runs or isinstance(runs[0], list | tuple):
         hint = 'write ssdctl.report("runs/first", "runs/second")'
         raise UsageError("report: name one or more runs", hint=hint)
-    target = RunDir(Path(runs[0])).report if out is None else Path(out)
+    target = default_report(runs) if out is None else Path(out)
     write_report(open_runs([Path(run) for run in runs]), target)
     return target
 

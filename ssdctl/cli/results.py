@@ -97,16 +97,20 @@ def report(
         list[str] | None, Argument(metavar="RUN...", help="Run folders [default: the newest run]")
     ] = None,
     out: Annotated[
-        str | None, Option(metavar="FILE.html", help="File to write [default: RUN/report.html]")
+        str | None,
+        Option(
+            metavar="FILE.html",
+            help="File [default: RUN/report.html; for several runs RUN/comparison.html]",
+        ),
     ] = None,
 ) -> None:
     """Write an HTML report of one or more runs."""
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.run import open_runs
+    from ssdctl.runs.run import default_report, open_runs
 
     named = runs or [name_newest_run(call.console, has_checkpoint=False)]
     contents = open_runs([Path(run) for run in named])
-    target = Path(out) if out else RunDir(Path(named[0])).report
+    target = Path(out) if out else default_report(named)
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
     has_checkpoints = any(RunDir(Path(named[0])).checkpoints.glob("*.pt"))

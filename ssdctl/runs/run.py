@@ -331,6 +331,12 @@ def open_runs(paths: Sequence[Path]) -> list[Run]:
     return [Run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
+def default_report(runs: Sequence[str | os.PathLike[str]]) -> Path:
+    """Return the file of a run's report, or of a comparison of runs, in the folder of the first."""
+    first = RunDir(Path(runs[0]))
+    return first.report if len(runs) == 1 else first.path / "comparison.html"
+
+
 def newest_run(*, has_checkpoint: bool) -> Path:
     """Return the run folder in `runs/` that was written last.
 

@@ -43,8 +43,8 @@ def run(tiny_run: Path, tmp_path: Path) -> Path:
 
 def report_of_two(cli: Cli, *runs: Path) -> str:
     for _ in range(2):
-        cli("report", *runs, "--out", "both.html").expect(0)
-    return Path("both.html").read_text()
+        cli("report", *runs).expect(0)
+    return (runs[0] / "comparison.html").read_text()
 
 
 def test_page_needs_nothing_else_and_runs_only_its_own_script(page: str) -> None:
