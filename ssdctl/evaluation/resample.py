@@ -143,7 +143,7 @@ def differences(a: Draws, b: Draws) -> list[dict[str, Difference]]:
     estimates, margins = b.estimates - a.estimates, _margins(b.values - a.values, a.images)
     return [
         {
-            name: Difference(*(round(float(v), 4) for v in (value, value - margin, value + margin)))
+            name: Difference(*map(float, (value, value - margin, value + margin)))
             for name, value, margin in zip(METRICS, *row, strict=True)
             if not np.isnan(value + margin)
         }
