@@ -30,7 +30,7 @@ from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
 from ssdctl.training.observers.display import FIRST_STEPS, Pace
-from ssdctl.training.observers.services import _key, wandb
+from ssdctl.training.observers.services import _key, mlflow, wandb
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
     Metrics,
@@ -225,6 +225,15 @@ def test_names_for_mlflow() -> None:
     assert keys[:2] == ["class_AP/AP50", "class_AP/ring"]
     assert len(set(keys)) == len(names)
     assert all(len(k) < 250 and k.count("/") == 1 and posixpath.normpath(k) == k for k in keys)
+
+
+def test_mlflow_without_a_server_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "other://host")
+    with pytest.raises(Exception, match="pip install mlflow"):
+        mlflow(tracked(tmp_path)).open()
 
 
 def test_a_class_named_step_is_not_the_step_of_wandb(tmp_path: Path) -> None:

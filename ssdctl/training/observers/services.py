@@ -29,19 +29,29 @@ RUN_TAG = "ssdctl.run_id"
 MAX_PARAMS, MAX_METRICS = 100, 1000  # per request
 MAX_PARAM = 6000  # characters of a value
 MAX_NAME = 200
+NO_SERVER = (
+    "set MLFLOW_TRACKING_URI to the URL of a server, or `pip install mlflow` for a database on "
+    "this machine (sqlite:///FILE)"
+)
 NOT_ALLOWED = re.compile(r"[^\w .-]")
 
 
 class MLflow(Tracker):
-    """Logs to the tracking server, database or folder of MLFLOW_TRACKING_URI."""
+    """Logs to the tracking server or database of MLFLOW_TRACKING_URI."""
 
     def open(self) -> None:
         from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient, get_tracking_uri
 
         self._metric = Metric
-        self._client: Any = MlflowClient()
-        experiment = self._experiment_id()
+        try:
+            self._client: Any = MlflowClient()
+            experiment = self._experiment_id()
+        except MlflowException as error:
+            if get_tracking_uri().startswith("http"):
+                raise
+            raise MlflowException(f"{NO_SERVER} ({str(error).strip()})") from None
         tags = {RUN_TAG: self.run.id, "mlflow.source.name": "ssdctl train"}
         if commit := self.run.environment.get("git_commit"):
             tags["mlflow.source.git.commit"] = commit
