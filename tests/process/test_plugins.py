@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -105,6 +106,11 @@ def test_the_plugins_of_the_page_work(site: Path, tmp_path: Path, cli: Cli) -> N
         assert result.code == 0, (line, result.err)
     assert "nice" in result.out
     assert (tmp_path / "run/losses.csv").read_text().startswith("3,")
+    for path, text in FILES.items():  # pip's part of an installation, next to photos/ and run/
+        (tmp_path / "my_plugins").mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    program = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     trained = tmp_path / "run/checkpoints/last.pt"
     assert cli("evaluate", trained, "--split", "train", "--device", "host").code == 0
     # Training needs the format no more; the error names the backbone that is absent.
