@@ -99,8 +99,8 @@ def load(
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
         score: Return only detections with a score above this, 0 to 1. `best` uses the score of
-            each class's best F1 in the last evaluation of the run. None is `best` if the
-            checkpoint has these, else 0.3.
+            each class's best F1 in the checkpoint's evaluation, or else the last one before it.
+            None is `best` if the checkpoint has these, else 0.3.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
             None uses the network's default (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.

@@ -19,7 +19,7 @@ import torch
 
 from ssdctl.checkpoint.file import load_resumable, save_checkpoint
 from ssdctl.checkpoint.format import Checkpoint
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import (
     disk_errors,
     link_or_copy,
@@ -69,21 +69,22 @@ class CheckpointFolder:
     def start_to_add(self, step: int, thresholds: list[float | None]) -> None:
         """Start to write a checkpoint again, with the thresholds of its own evaluation.
 
-        The score arrives after the checkpoint is saved. One that was damaged meanwhile is left.
+        The score arrives after the checkpoint is saved. It may be damaged, or gone, meanwhile.
         """
 
         def add() -> None:
-            with contextlib.suppress(IntegrityError):
+            with contextlib.suppress(IntegrityError, UsageError):
                 saved = load_resumable(self._run.step_checkpoint(step))
                 self.write(replace(saved, thresholds=thresholds))
 
         self.wait()
         self._save = self._pool.submit(add)
 
-    def check(self) -> None:
-        """Raise the DiskError of the last save, if it failed. Does not wait."""
+    def check(self) -> bool:
+        """Return whether no save is in progress; raise the DiskError of the last one."""
         if self._save is not None and self._save.done():
             self.wait()
+        return self._save is None
 
     def wait(self) -> None:
         """Wait until the save in progress is written; raise DiskError if it could not be."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -156,7 +156,10 @@ class ImageFinder:
         Raises:
             DataError: An image fits several files; the message begins with `labels`.
         """
-        named = [(entry, self._name(entry.name)) for entry in wanted]
+        given = [self._name(entry.name) for entry in wanted]
+        bases = {name.rpartition("/")[2] for name in given}
+        spelled = [self._spelled(name, bases) for name in given]
+        named = list(zip(wanted, spelled, strict=True))
         exact = [self._exact_options(entry, name) for entry, name in named]
         # Where all label files of a folder have exact paths, other files do not count.
         others = {entry.place for entry, options in zip(wanted, exact, strict=True) if not options}
@@ -169,7 +172,10 @@ class ImageFinder:
         found = self._exact(rows, ambiguous)
         self._by_tail(rows, found, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
-        return found
+        return [
+            item and item._replace(is_exact=item.is_exact and name == spelling)
+            for item, name, spelling in zip(found, given, spelled, strict=True)
+        ]
 
     def _without_outranked(self, rows: Sequence[_Row]) -> list[_Row]:
         """Return the images without files that are another image of the same labels.
@@ -315,10 +321,7 @@ class ImageFinder:
             return self._fitting(entry, names, named)
 
         # Others are worse, and a video's frames have the names of those of each other video.
-        if found := next(filter(None, map(fitting, reversed(nearer))), []):
-            return found
-        other_case = self._by_lower.get(names[-1].lower(), ()) if base_name else ()
-        return [o._replace(is_exact=False) for o in self._fitting(entry, names, other_case)]
+        return next(filter(None, map(fitting, reversed(nearer))), [])
 
     def _exact_options(self, entry: Wanted, name: str) -> list[_Option]:
         """Return the files to which the path of a label file is an exact one."""
@@ -333,12 +336,24 @@ class ImageFinder:
         return [option for option in self._fitting(entry, names, files) if option.is_exact]
 
     @cached_property
-    def _by_lower(self) -> dict[str, list[str]]:
-        """The files by their base names in lower case: Windows and macOS take those for one."""
-        files: dict[str, list[str]] = {}
-        for file, parts in self.files.items():
-            files.setdefault(parts[-1].lower(), []).append(file)
-        return files
+    def _spellings(self) -> dict[str, set[str]]:
+        """The base names and stems of the files by their lower case, one on Windows and macOS."""
+        found: dict[str, set[str]] = {}
+        for parts in self.files.values():
+            for name in (parts[-1], stem_of(parts[-1])):
+                found.setdefault(name.lower(), set()).add(name)
+        return found
+
+    def _spelled(self, name: str, wanted: Collection[str]) -> str:
+        """Return a path whose base name is spelled as the only files that differ in case from it.
+
+        A file that is `wanted` by its own spelling is not that of another one.
+        """
+        folder, slash, base = name.rpartition("/")
+        spellings = self._spellings.get(base.lower(), set())
+        if base in spellings or len(spellings) != 1 or spellings & {*wanted}:
+            return name
+        return folder + slash + next(iter(spellings))
 
     def _below(self, stem: str, folders: list[str]) -> list[str]:
         """Return the files with a stem whose paths end with the folders."""
@@ -359,7 +374,7 @@ class ImageFinder:
                 files.setdefault(key, []).append(item)
         return files
 
-    def _fitting(self, entry: Wanted, names: list[str], files: Iterable[str]) -> list[_Option]:
+    def _fitting(self, entry: Wanted, names: list[str], files: list[str]) -> list[_Option]:
         options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
 

@@ -82,11 +82,11 @@ OF_ARCHIVE = (
 
 
 class Entry(NamedTuple):
-    """One unpacked file: its path below the destination, its size in bytes, its CRC-32."""
+    """A file: its path below the destination, its size in bytes, its CRC-32 if it is known."""
 
     path: str
     size: int
-    crc: int
+    crc: int | None
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -368,7 +368,7 @@ def _set_aside(dest: Path, paths: Sequence[str]) -> None:
 
 
 def _manifest_names(files: Sequence[PinnedFile]) -> dict[str, tuple[str, Entry | None]]:
-    return {file.name: ("the manifest", None) for file in files}
+    return {f.name: ("the manifest", Entry(f.name, f.bytes or 0, None)) for f in files}
 
 
 def _check_owners(
@@ -376,10 +376,11 @@ def _check_owners(
 ) -> None:
     for entry in entries:
         owner, other = owners.get(entry.path, ("", entry))
-        if other != entry:
+        is_same = other and other.size == entry.size and other.crc in (None, entry.crc)
+        if not is_same:
             raise IntegrityError(
                 f"{archive}: its {entry.path!r} would replace a file of {owner}",
-                hint="give each of them a manifest and a --dest of its own",
+                hint="leave that file or the archive out, or give each a manifest and a --dest",
             )
 
 

@@ -90,7 +90,7 @@ class SSD300(nn.Module):
     Attributes:
         num_classes: Classes with background.
         classes: The classes without the background; empty if they have no names.
-        thresholds: Scores of the best F1 of the classes in the last evaluation of the run; empty
+        thresholds: Scores of the best F1 of the classes in the run's last evaluation so far; empty
             if they are not known. `save` keeps them, as well as the next.
         tiling: Size in pixels and overlap of the tiles in which the run saw images, such as
             `(300, 0.2)`; None: as a whole.

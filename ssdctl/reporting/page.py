@@ -178,14 +178,12 @@ def _command(run: Run, page_folder: Path) -> str | None:
     """
     if run.environment is None or run.environment.world_size > 1:
         return None
-    script, *words = run.environment.command
-    name = Path(script).name
-    if name == "ipykernel_launcher.py" or not (name == "ssdctl" or name.endswith(".py")):
+    program, *words = run.environment.command
+    if words[:1] == ["-c"] or any("kernel_launcher" in word for word in words[:2]):
         return None
-    start = ["python", script] if name.endswith(".py") else [name]
-    start = ["python", "-m", "ssdctl"] if name == "__main__.py" else start
     folder = Path(run.environment.folder or page_folder)
-    command = " ".join(_quoted(_with_relative_paths(word, folder)) for word in [*start, *words])
+    words = [Path(program).name, *words]
+    command = " ".join(_quoted(_with_relative_paths(word, folder)) for word in words)
     relative = _with_relative_paths(str(folder), page_folder)
     return command if relative == "." else f"cd {_quoted(relative)} && {command}"
 

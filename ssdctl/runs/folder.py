@@ -368,11 +368,18 @@ def find_environment(device: str, world_size: int, sources: Mapping[str, str]) -
         device=device,
         world_size=world_size,
         packages={name: package_version(name) for name in PACKAGES},
-        command=[_utf8(word) for word in redact_arguments(sys.argv)],
+        command=[_utf8(word) for word in redact_arguments(_command())],
         sources={path: _utf8(label) for path, label in sources.items()},
         folder=_utf8(_working_folder()),
         git_commit=git_commit(),
     )
+
+
+def _command() -> list[str]:
+    """Return the words of ssdctl's own program, or those that Python was started with."""
+    if [Path(word).name for word in sys.argv[:1]] == ["ssdctl"]:
+        return sys.argv
+    return ["python", *sys.orig_argv[1:]]  # with the `-m` of a module
 
 
 def _working_folder() -> str:

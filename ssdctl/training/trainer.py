@@ -145,6 +145,7 @@ class Trainer:
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
         self._thresholds: Sequence[float | None] = ()  # of the last evaluation
+        self._scored: tuple[int, Evaluation, bool] | None = None  # is not recorded yet
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
         self._new_report: Step | None = None  # since then
         displays = [observer for observer in observers if isinstance(observer, Display)]
@@ -673,13 +674,21 @@ class Trainer:
             self.evaluator.start_scoring(detections, self.step)
 
     def _record_evaluation(self, *, wait: bool) -> None:
-        if (scored := self.evaluator.scored(wait=wait)) is None:
+        if self._scored is None and (scored := self.evaluator.scored(wait=wait)) is not None:
+            evaluation, step = scored[0], scored[0].about.step
+            assert step is not None
+            self.evaluation = self._new_evaluation = evaluation
+            self._thresholds = thresholds = evaluation.thresholds(self.splits.train.classes)
+            self.saver.set_thresholds(step, thresholds)
+            self._scored = step, *scored
+        if self._scored is None:
             return
-        self.evaluation = self._new_evaluation = evaluation = scored[0]
-        self._thresholds = thresholds = evaluation.thresholds(self.splits.train.classes)
-        is_best, step = scored[1], evaluation.about.step
-        assert step is not None
-        self.saver.set_thresholds(step, thresholds)
+        if wait:
+            self.saver.wait()
+        # The record comes after the thresholds: an evaluation without one is repeated.
+        if not self.saver.check():
+            return
+        (step, evaluation, is_best), self._scored = self._scored, None
         if self.evaluator.is_repeated:
             return
         record = Scored(step, evaluation, self.evaluator.losses, is_best)

@@ -103,6 +103,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.jpg b.jpg c.png c.PNG")},
         {"train": "images/A.JPG images/b.jpg - images/c.PNG"},
     ),
+    "upper case beside exact paths": (
+        "images/set1/A.JPG images/set1/b.jpg",
+        {"train.csv": csv("images/set1/a.jpg images/set1/b.jpg")},
+        {"train": "images/set1/A.JPG images/set1/b.jpg"},
+    ),
+    "upper case of a label file": (
+        "images/A.JPG images/b.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO, "labels/b.txt": YOLO},
+        {"train": "images/A.JPG images/b.jpg"},
+    ),
     "CVAT, a file per split": (
         "images/train/a.jpg images/val/a.jpg",
         {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
@@ -254,7 +264,8 @@ def test_frames_of_many_videos_are_found_fast() -> None:
     finder = ImageFinder(Path(), files=files)
     labels = [PurePosixPath(f"{name.format('labels')}.txt") for name in names]
     assert [f and f.file for f in finder.find(finder.of_label_files(labels), Path())] == files
-    assert [f and f.file for f in finder.find([Wanted(file) for file in files], Path())] == files
+    for same in (files, [f"{file[:-3]}JPG" for file in files]):  # cameras write .JPG
+        assert [f and f.file for f in finder.find([Wanted(f) for f in same], Path())] == files
 
 
 CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}

@@ -148,6 +148,9 @@ def test_no_archive_replaces_another_file_of_the_download(server: Server, tmp_pa
     with pytest.raises(IntegrityError, match=r"a\.zip.*'README'.*the manifest"):
         download([pinned(server, "README", b"mine"), first], tmp_path)
     assert len(server.requests) == before
+    equal = pinned(server, "LICENSE", b"same")
+    for state in ("fetched", "present"):
+        assert states(download([first, equal], tmp_path / "equal")) == [state, "present"]
 
 
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(

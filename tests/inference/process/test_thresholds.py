@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY_RUN, Cli
+from conftest import TINY, TINY_RUN, Cli
 
 import ssdctl
+import ssdctl.checkpoint.folder
 from ssdctl.checkpoint.exported import read_onnx
 from ssdctl.checkpoint.file import load_checkpoint, save_checkpoint
+from ssdctl.errors import DiskError
 from ssdctl.runs.folder import RunDir
 
 LOW = 0.02
@@ -81,6 +83,26 @@ def test_each_checkpoint_has_those_of_its_own_evaluation(
         assert list(read.thresholds) == (found[-1] if found else [])
     assert found[0] != found[1] != found[2]
     assert any(found[0])
+
+
+def test_an_evaluation_whose_thresholds_are_not_saved_is_made_again(
+    shapes: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise DiskError(f"{path}: no space")
+
+    command = ("train", "--data", shapes, "--out", "run", "--steps", 3, *TINY_RUN.split())
+    with monkeypatch.context() as patch:
+        patch.setattr(ssdctl.checkpoint.folder, "load_resumable", fail)
+        cli(*command).expect(6, "no space")
+    assert not ssdctl.Run("run").evals
+    cli(*command).expect(0)
+    assert any(load_checkpoint(RunDir(Path("run")).last).thresholds)
+    with ssdctl.Trainer(shapes, out="own", steps=2, **TINY) as trainer:
+        for step in trainer:
+            expected = trainer.evaluate().thresholds(trainer.model.classes)
+            saved = load_checkpoint(RunDir(Path("own")).step_checkpoint(step.step))
+            assert list(saved.thresholds) == expected
 
 
 def test_exported_files_have_the_thresholds(

@@ -99,10 +99,10 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     assert folder == str(work)
     assert (work / arguments[2]).resolve() == photos
     assert (arguments[4], arguments[6]) == ("runs/a", str(weights))
-    notebook = ["/opt/ipykernel_launcher.py", "-f", "k.json"]
+    notebook = ["-m", "colab_kernel_launcher", "-f", "k.json"]
     for own, shown in [
-        ({"command": ["src/t.py"], "folder": str(placed)}, ["python src/t.py"]),
-        *[({"command": words}, []) for words in (["-c"], notebook)],
+        ({"command": ["python", "-m", "my.t"], "folder": str(placed)}, ["python -m my.t"]),
+        *[({"command": ["python", *words]}, []) for words in (["-c", "x"], notebook)],
         ({"world_size": 2}, []),  # the launcher is not known
     ]:
         (placed / "environment.json").write_text(json.dumps(content | own))
