@@ -350,10 +350,8 @@ class ImageFinder:
         A file that is `wanted` by its own spelling is not that of another one.
         """
         folder, slash, base = name.rpartition("/")
-        spellings = self._spellings.get(base.lower(), set())
-        if base in spellings or len(spellings) != 1 or spellings & {*wanted}:
-            return name
-        return folder + slash + next(iter(spellings))
+        found, *others = self._spellings.get(base.lower(), {base})
+        return name if others or found in wanted else folder + slash + found
 
     def _below(self, stem: str, folders: list[str]) -> list[str]:
         """Return the files with a stem whose paths end with the folders."""
