@@ -331,7 +331,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let malloc keep freed memory, process-wide; return whether it does (glibc only).
 
     By default glibc returns the memory of large tensors to the system, and the next step causes a
-    page fault for each 4 KB of it. The peak grows by some percent (benchmarks/RESULTS.md).
+    page fault for each 4 KB of it. The peak of training grows by some percent, that of scoring
+    with hundreds of classes by half or more (benchmarks/RESULTS.md).
     """
     if any(name in environment for name in USER_SETTINGS):
         return False
