@@ -72,6 +72,19 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
         raise disk_error(error, where, doing) from error
 
 
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yield a folder in TMPDIR that is removed at the end.
+
+    Raises:
+        DiskError: The file system refuses; it names the folder if the error names no file.
+    """
+    import tempfile  # late: every command imports this file
+
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, disk_errors(Path(name), "writing"):
+        yield Path(name)
+
+
 def disk_error(error: OSError, where: object, doing: str) -> DiskError:
     """Return the error of a file system's refusal, with the path, the operation and its text."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

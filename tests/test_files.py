@@ -34,6 +34,7 @@ from ssdctl.files import (
     read_text,
     remove_stale_temporaries,
     safe_join,
+    temporary_folder,
     write_text,
 )
 from ssdctl.runs.folder import exclusive_run
@@ -231,6 +232,13 @@ def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fcntl, "flock", too_late)
     assert files.try_lock(path) is None
+
+
+def test_a_full_folder_for_temporary_files_is_named() -> None:
+    with pytest.raises(DiskError, match="no space") as error, temporary_folder("x-") as folder:
+        raise OSError(errno.ENOSPC, "full")  # of `write`: it names no file
+    assert str(folder) in str(error.value)
+    assert not folder.exists()
 
 
 def test_an_error_names_the_target_file(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +32,7 @@ from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
+from ssdctl.files import temporary_folder
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.image_detector import open_image
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
@@ -247,8 +247,7 @@ def images_of(root: Path, store: Path) -> tuple[Images, str]:
     images = list(itertools.islice(itertools.chain.from_iterable(parts), NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)
-    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        generated = Path(folder)
+    with temporary_folder("ssdctl-export-") as generated:
         shapes.generate(generated, num_train=1, num_val=NUM_IMAGES)
         files = sorted((generated / "val2017").iterdir())
         return np.stack([resized(open_image(file)) for file in files]), "generated shapes"

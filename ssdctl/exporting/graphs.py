@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from ssdctl.exporting.deployed import (
     Runner,
     images_of,
 )
-from ssdctl.files import write_bytes
+from ssdctl.files import temporary_folder, write_bytes
 from ssdctl.inference.onnx_detector import DECODED, DETECTIONS, open_session
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runtime.packages import torch_warnings_ignored
@@ -307,8 +306,8 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
 
 @contextlib.contextmanager
 def _converted(openvino: Any, graph: Any, deployment: Deployment) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        source, file = Path(folder) / "model.onnx", Path(folder) / "model.xml"
+    with temporary_folder("ssdctl-export-") as folder:
+        source, file = folder / "model.onnx", folder / "model.xml"
         source.write_bytes(graph.SerializeToString())
         model = openvino.convert_model(source)
         for key, value in description(deployment).as_metadata().items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.evaluate import detect_on_split
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployment, Images, Runner, dataset_images
-from ssdctl.files import write_bytes
+from ssdctl.files import temporary_folder, write_bytes
 from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 
@@ -100,8 +99,8 @@ def _cost(
 ) -> Cost:
     """Measure a graph without NMS, which `predict` and `evaluate` add."""
     measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
-    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        path = Path(folder) / "model.onnx"
+    with temporary_folder("ssdctl-export-") as folder:
+        path = folder / "model.onnx"
         path.write_bytes(graphs.with_metadata(graph, measured))
         device, checkpoint = open_device("cpu"), read_model(path)
         how: dict[str, Any] = {"progress": progress, "name": name, "fold_of": deployment.checkpoint}
@@ -139,8 +138,8 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
 
     batches = iter(filled_batches(calibration, batch or CALIBRATION_BATCH))
     feeds = ({"images": images} for images in batches)
-    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        source, prepared, target = (Path(folder) / f"{n}.onnx" for n in ("source", "prepared", "q"))
+    with temporary_folder("ssdctl-export-") as folder:
+        source, prepared, target = (folder / f"{n}.onnx" for n in ("source", "prepared", "q"))
         source.write_bytes(graph.SerializeToString())
         quant_pre_process(source, prepared, skip_symbolic_shape=True)
         quantization.quantize_static(
