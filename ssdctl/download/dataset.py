@@ -393,7 +393,7 @@ def _broken(archive: Path, temporary: Path, error: Exception) -> SsdctlError:
             reason = f"{os.path.relpath(error.filename, temporary)!r:.60}: {error.strerror}"
     return IntegrityError(
         f"{archive}: cannot be unpacked: {reason}",
-        hint="leave unpack out of its manifest, and unpack it by hand",
+        hint="if you trust it, leave unpack out of its manifest and unpack it by hand",
     )
 
 

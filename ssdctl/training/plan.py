@@ -357,7 +357,7 @@ def _background_share(config: Config, dataset: DatasetSize) -> float:
 
 
 def _adapted(plan: Plan, background: float) -> Plan:
-    """Apply the rule for few images; shorten a warm-up that nobody chose and a decay would cut off.
+    """Apply the rule for few images; shorten a default warm-up that ends after the decay begins.
 
     The first steps of a preset that the user names are the same whatever --steps is.
     """
