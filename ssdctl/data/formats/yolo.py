@@ -102,13 +102,12 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     notes: list[str] = []
     names = _class_names(origin, content)
     everything = list(files_below(root))
-    finder = ImageFinder(root, FOLDERS, image_dir, files=everything)
-    named, elsewhere = _named_images(finder, origin, content, notes), set[str]()
+    all_images = finder = ImageFinder(root, FOLDERS, image_dir, files=everything)
+    named = _named_images(finder, origin, content, notes)
     if named.get("train"):
         # Only images that are named count, and those of other splits.
         files = set(itertools.chain(*named.values()))
         files |= {f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named)}
-        elsewhere = {PurePosixPath(file).stem for file in finder.files if file not in files}
         finder = ImageFinder(root, FOLDERS, image_dir, files=files)
     texts = [PurePosixPath(name) for name in everything if name.lower().endswith(".txt")]
     texts = [text for text in texts if not _is_list(root, text)]
@@ -116,7 +115,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     labels, used = _label_files(finder, sorted(own), notes)
     _require_same_names(root, used, origin, names)
     by_split = _with_unnamed(finder, labels, named, notes)
-    unused = sorted(_unused_labels(texts, used, elsewhere))
+    unused = sorted(_without_image(texts, used, finder, all_images, notes))
     if full := [text for text in unused if has_boxes(root / text)]:
         count = f"{len(full):,}, such as {full[0]}"
         notes.append(f"label files without an image, left out: {count}")
@@ -490,21 +489,32 @@ def _read_split(
     return images
 
 
-def _unused_labels(
+def _without_image(
     texts: list[PurePosixPath],
     used: Collection[PurePosixPath],
-    elsewhere: Collection[str],
+    finder: ImageFinder,
+    all_images: ImageFinder,
+    notes: list[str],
 ) -> list[PurePosixPath]:
     """Return the label files without an image, for example because of its format.
 
-    Those with the name of an image that data.yaml leaves out (`elsewhere`) do not count.
+    Those of images that data.yaml leaves out are not, and noted: `finder` lacks these images.
     """
     folders = {text.parent for text in used}
-    return [
-        text
-        for text in texts
-        if (text.parent in folders or text.stem not in elsewhere) and text not in used
-    ]
+    image_folders = {file.rpartition("/")[0] for file in finder.files}
+    without, unnamed = list[PurePosixPath](), list[str]()
+    for text in texts:
+        others = [f for f in all_images.with_stem(text.stem) if f not in finder.files]
+        if text in used or not image_folders.isdisjoint(f.rpartition("/")[0] for f in others):
+            continue  # `prepare` notes the other images of these folders
+        if not others or text.parent in folders:
+            without.append(text)
+        elif has_boxes(finder.root / text):
+            unnamed += others[:1]
+    if unnamed:
+        count = f"{len(unnamed):,}, such as {min(unnamed)}"
+        notes.append(f"labeled images in folders that no split names, left out: {count}")
+    return without
 
 
 def _no_labels(
