@@ -3,7 +3,6 @@
 The large files are sparse: they take no space and no time to write.
 """
 
-import json
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -68,17 +67,6 @@ def test_annotations(make: Callable[[Path], Path], name: str, cli: Cli) -> None:
         file.write(content)  # it is still recognized
     refuse(cli("prepare", "--data", data, "--store", "store"), 3, path.name)
     assert not Path("store").exists()
-
-
-@pytest.mark.parametrize(("table", "key"), [("categories", "name"), ("images", "file_name")])
-def test_long_names_in_annotations(table: str, key: str, cli: Cli) -> None:
-    generate(Path("data"), num_train=1, num_val=1)
-    path = Path("data/annotations/instances_train2017.json")
-    content = json.loads(path.read_bytes())
-    content[table][0][key] = "x" * (2 << 20)
-    path.write_text(json.dumps(content))
-    result = cli("prepare", "--data", "data").expect(3, f"{table}[0].{key}")
-    assert len(result.err) < 1500
 
 
 def test_manifest_and_host_file(cli: Cli) -> None:

@@ -6,13 +6,11 @@ import fcntl
 import functools
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 from hypothesis import given
@@ -24,6 +22,7 @@ from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats import coco
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
+from ssdctl.download.transfer import PartialFile, partial_path
 from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -101,22 +100,6 @@ def test_power_failures_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "link", functools.partial(refuse, errno.EPERM))
     link_or_copy(tmp_path / "file", tmp_path / "copied")
     assert calls == ["fsync 5", "rename", "fsync folder"]
-
-
-def test_a_copy_that_does_not_fit_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text(tmp_path / "step", "new")
-    write_text(tmp_path / "last", "old")
-
-    def fills(_: IO[bytes], target: IO[bytes]) -> None:
-        target.write(b"n")
-        refuse(errno.ENOSPC)
-
-    monkeypatch.setattr(os, "link", functools.partial(refuse, errno.EPERM))
-    monkeypatch.setattr(shutil, "copyfileobj", fills)
-    with pytest.raises(DiskError, match="last"):
-        link_or_copy(tmp_path / "step", tmp_path / "last")
-    assert (tmp_path / "last").read_text() == "old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step"]
 
 
 @pytest.mark.parametrize("name", ["ESTALE", "EIO", "EROFS", "EFBIG", "ENOSPC", "EINVAL"])
@@ -269,6 +252,7 @@ def log_for_mlperf(path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "folder/lock": hold,
+    partial_path(Path("folder/a")).as_posix(): lambda path: PartialFile(path.with_name("a"), 9, 1),
     "run/.lock": hold_run,
     "run/mllog": log_for_mlperf,
     "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),

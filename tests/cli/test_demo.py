@@ -5,9 +5,6 @@ from pathlib import Path
 import pytest
 
 from ssdctl.cli import demo
-from ssdctl.config import resolve
-from ssdctl.config.resolve import parse_assignments
-from ssdctl.training.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -25,16 +22,6 @@ def test_steps_follow_from_the_speed(step_s: float, left_s: float, fewest: int, 
     total_s = demo.total_seconds(steps, step_s)
     assert steps * step_s <= total_s
     assert total_s <= left_s or steps == demo.USEFUL_STEPS
-
-
-@pytest.mark.parametrize("steps", [demo.USEFUL_STEPS, 370, demo.FULL_STEPS])
-def test_a_demo_evaluates_often_enough_for_curves(steps: int) -> None:
-    every = demo.recipe(steps).split()[-3]
-    given = [f"train.eval_every={every}", f"train.bs={demo.BATCH_SIZE}", f"train.steps={steps}"]
-    config = resolve(overrides=parse_assignments(given), environment={})
-    evaluated = Plan(config, Path(), demo.IMAGES, world_size=1).evaluations_after(0)
-    assert demo.EVALUATIONS <= len(evaluated) <= demo.EVALUATIONS + 1
-    assert evaluated[-1] == steps
 
 
 def test_held_out_images_have_several_objects(shapes: Path) -> None:

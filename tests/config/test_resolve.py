@@ -1,7 +1,6 @@
 """The layers of the config, the source of each value, and what is refused."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -24,14 +23,11 @@ from ssdctl.config.resolve import (
     of_call,
     parse_assignments,
     preset_overrides,
-    read_toml,
     resolve,
 )
 from ssdctl.config.settings import Config, all_settings
-from ssdctl.download import pinned_files
-from ssdctl.errors import DiskError, UsageError
+from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
-from ssdctl.launch.engines import mpirun
 
 PRESETS = all_settings()["train.preset"].choices
 
@@ -44,30 +40,6 @@ def resolved(*overrides: tuple[str, object], text: str | None = None, **environm
         overrides=[Override(path, value, of_call(f"--{path}")) for path, value in overrides],
         environment=environment or {"HOME": "/"},
     )
-
-
-def test_a_variable_that_is_not_utf8_is_named() -> None:
-    assert resolved(SSDCTL_TRAIN__OUT="Läufe").train.out == "Läufe"
-    with pytest.raises(UsageError, match="SSDCTL_TRAIN__OUT"):
-        resolved(SSDCTL_TRAIN__OUT="a\udcff")
-    with pytest.raises(UsageError, match="SSDCTL_"):
-        resolved(**{"SSDCTL_\udcff": "1"})
-
-
-@pytest.mark.parametrize("name", ["EIO", "EACCES", "ESTALE"])
-def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    number = getattr(errno, name)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("ssdctl.files.read_text", refuse)
-    monkeypatch.setattr(mpirun, "read_limited", refuse)
-    for read in (read_toml, pinned_files.read_manifest, mpirun.read_hosts):
-        with pytest.raises(DiskError) as caught:
-            read(tmp_path / "file")
-        assert str(tmp_path / "file") in str(caught.value)
-        assert os.strerror(number) in str(caught.value)
 
 
 def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
@@ -113,21 +85,6 @@ def test_two_variables_of_a_setting_are_refused() -> None:
         with pytest.raises(UsageError, match=f"{other} is the same setting as SSDCTL_TRAIN__LR"):
             resolved(**first, **{other: "2"})
         assert resolved(**first, **{other: "1"}).train.lr == 1
-
-
-def test_a_conflict_names_its_setting_once() -> None:
-    text = "[train]\ndecay_epochs = [50, 40]\n"
-    (assignment,) = parse_assignments(["train.decay_epochs=50,40"])
-    variable = {"SSDCTL_TRAIN__DECAY_EPOCHS": "50,40"}
-    refusals = [
-        (lambda: resolved(("train.decay_epochs", "50,40")), "--train.decay_epochs: the"),
-        (lambda: resolved(**variable), "SSDCTL_TRAIN__DECAY_EPOCHS: the"),
-        (lambda: resolved(text=text), "my.toml:2: train.decay_epochs: the"),
-        (lambda: resolve(overrides=[assignment], environment={}), "--set: train.decay_epochs: the"),
-    ]
-    for refuse, start in refusals:
-        with pytest.raises(UsageError, match=f"^{re.escape(start)} "):
-            refuse()
 
 
 @pytest.mark.parametrize("text", ["[train", "lr = ", "\x00", None, "huge"])

@@ -37,22 +37,6 @@ def names_of(root: Path, conversion: Conversion) -> dict[str, list[str]]:
     return {s: a.file_names for s, a in read_dataset(root, conversion).items()}
 
 
-def test_what_was_merged_is_counted_in_a_part(undivided: Path, tmp_path: Path) -> None:
-    path = undivided / "annotations/instances_train2017.json"
-    document = json.loads(path.read_text())
-    document["images"] += [{**entry, "id": 900 + entry["id"]} for entry in document["images"]]
-    path.write_text(json.dumps(document))
-    prepared = prepare(undivided, tmp_path / "store", INDEX_ONLY, Conversion(split=0.75))
-    kinds = [kind for report in prepared.splits for kind in report.counts().items()]
-    assert ("image listed twice, merged with the first entry", 18) in kinds
-
-
-def test_a_note_of_the_reader_belongs_to_one_split(tmp_path: Path) -> None:
-    exports.kitti(tmp_path)  # with regions that are left out
-    splits = read_dataset(tmp_path, Conversion(split=0.5))
-    assert [len(split.notes) for split in splits.values()] == [2, 0]
-
-
 def test_the_index_remembers_how_the_dataset_was_read(
     undivided: Path, tmp_path: Path, cli: Cli
 ) -> None:
@@ -236,12 +220,6 @@ def annotations_of(names: list[str]) -> Annotations:
     return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
 
 
-def test_a_group_may_be_in_another_form_than_the_names() -> None:
-    whole = annotations_of(["é1.jpg", "é2.jpg", "f3.jpg"])
-    parts = [part.file_names for part in divided(whole, 0.7, normalize("NFD", "é"))]
-    assert ["é1.jpg", "é2.jpg"] in parts
-
-
 def test_the_first_group_that_matches_counts() -> None:
     names = [f"{camera}{n}-{frame}.jpg" for camera in "ab" for n in range(4) for frame in range(3)]
     whole = annotations_of([*names, "c0.jpg", "c1.jpg"])
@@ -249,13 +227,6 @@ def test_the_first_group_that_matches_counts() -> None:
         counts = Counter(name[0] for name in part.file_names)
         assert 0 < counts["a"] == counts["b"] < 12
         assert counts["c"] in (0, 2)
-
-
-def test_the_folder_of_images_may_be_in_any_form(tmp_path: Path) -> None:
-    folder = normalize("NFD", "é")
-    labels = {f"{folder}/a.jpg": None, f"{folder}/a.txt": "0 .5 .5 .2 .2"}
-    exports.tree(tmp_path, {"classes.txt": "x", **labels})
-    assert len(names_of(tmp_path, Conversion(image_dir=folder))["train"]) == 1
 
 
 @pytest.mark.parametrize("group", ["(", "nothing"])

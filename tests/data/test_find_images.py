@@ -10,10 +10,10 @@ from conftest import Cli
 from data.formats.exports import tree
 from data.formats.test_voc import thing, xml
 
-from ssdctl.data.annotations import AUTOMATIC, split_of
+from ssdctl.data.annotations import AUTOMATIC
 from ssdctl.data.dataset import find, read_dataset, resolve_images
 from ssdctl.data.find_images import ImageFinder, Wanted
-from ssdctl.data.open_dataset import annotations_of, annotations_with_images
+from ssdctl.data.open_dataset import annotations_of
 from ssdctl.errors import DataError
 
 SIZE = (100, 50)
@@ -88,6 +88,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {f"{name}.xml": voc() for name in ("train/a", "val/b", "old/c")},
         {"train": "train/a.jpg", "val": "val/b.jpg"},
     ),
+    "images in folders of splits, VOC": (
+        "photos/train/a.jpg photos/val/b.jpg",
+        {f"Annotations/{name}.xml": voc() for name in "ab"},
+        {"train": "photos/train/a.jpg", "val": "photos/val/b.jpg"},
+    ),
     "a path of another machine, of an image in the folder above": (
         "images/val/0.jpg images/val/0.bmp",
         {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
@@ -103,11 +108,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.jpg b.jpg c.png c.PNG")},
         {"train": "images/A.JPG images/b.jpg - images/c.PNG"},
     ),
-    "upper case beside exact paths": (
-        "images/set1/A.JPG images/set1/b.jpg",
-        {"train.csv": csv("images/set1/a.jpg images/set1/b.jpg")},
-        {"train": "images/set1/A.JPG images/set1/b.jpg"},
-    ),
     "upper case of a label file": (
         "images/A.JPG images/b.jpg",
         {"classes.txt": "x", "labels/a.txt": YOLO, "labels/b.txt": YOLO},
@@ -117,11 +117,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         "images/train/a.jpg images/val/a.jpg",
         {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
         {"train": "images/train/a.jpg", "val": "images/val/a.jpg"},
-    ),
-    "CSV of the rest": (
-        "images/a.jpg images/b.jpg",
-        {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
-        {"train": "images/a.jpg", "test": "images/b.jpg"},
     ),
     "data.yaml with another word": (
         "train/a.jpg val/b.jpg",
@@ -233,29 +228,6 @@ def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
         file.write(b"drawn")
     found = cli("prepare", "--data", data).err
     assert "1 image with the name, size and boxes of another one" in found
-
-
-@pytest.mark.parametrize(
-    ("path", "split"),
-    [
-        ("training_demo/images/valid", "val"),
-        ("test/instances_train2017.json", "train"),
-        ("data/train/val_old", "val"),
-        ("trainer/devices", None),
-        ("train/train_test", "train"),
-        ("obj_Train_data", "train"),
-        ("", None),
-    ],
-)
-def test_the_innermost_word_is_the_split(path: str, split: str | None) -> None:
-    assert split_of(path) == split
-
-
-def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
-    data = dataset(tmp_path, "pics/a.jpg", {"a.json": coco("a.jpg")})
-    train = annotations_with_images(data, data / "prepared")["train"]
-    assert train.folder / train.file_names[0] == data / "pics/a.jpg"
-    assert not (data / "prepared").exists()
 
 
 def test_frames_of_many_videos_are_found_fast() -> None:

@@ -248,15 +248,16 @@ def check_edit(world: World, tree: Tree, store: Path) -> None:
     for file in new.files if world.edit == "touch" else ():
         file.touch()
     assert is_prepared(tree.data, store) == (world.edit == "touch")
-    packed = set(store.glob("images-*"))
+    packed, truth = set(store.glob("images-*")), present(new, after)
     with contextlib.suppress(SsdctlError):
         open_dataset(tree.data, store)
+        assert world.edit not in ("add an image", "remove an image") or not packed
+        check_index(tree.data, store, truth, lost_of(new), layout)
     assert packed <= set(store.glob("images-*")), "training deleted packed images"
     config = PrepareConfig(pack=world.packed, allow_dropped=True)
     # Labels that never had an image may be taken for those of an image of their name.
     is_odd = world.edit == "remove an image" and any(p.is_missing for p in world.pictures)
     prepare(tree.data, store, config, force=is_odd)
-    truth = present(new, after)
     check_index(tree.data, store, truth, lost_of(new), layout)
     for split, opened in open_splits(tree.data, store).items():
         check_pixels(opened, truth[split].values(), layout.tolerance)
@@ -462,7 +463,8 @@ def check_other_places(world: World, tree: Tree, store: Path) -> None:
     data = tree.data.relative_to(tree.root)
     note(f"or of a copy, then moved and edited, with its store, and another one with it: {data}")
     shutil.copytree(tree.root, copied, copy_function=shutil.copy)
-    open_dataset(copied / data, store)
+    for split in open_dataset(copied / data, store).values():
+        assert world.packed or split.location(0).startswith(f"{copied}{os.sep}")
     shutil.copytree(store, tree.root.with_name("of copied"))
     tree.root.rename(moved)
     for file in tree.files:

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pytest
 from conftest import Result
 from data.formats.exports import edited
-from data.samples import encoded
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
@@ -29,7 +28,6 @@ from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
-from ssdctl.data.image_files import is_image
 from ssdctl.data.index import read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
@@ -103,18 +101,6 @@ def test_24_an_unchanged_dataset_is_kept(dataset: Path, store: Path, tmp_path: P
     for read in (count_images, open_dataset):
         with pytest.raises(UsageError, match=f"store of {copied}"):
             read(tmp_path / "again", store)
-
-
-def test_a_store_is_used_if_the_labels_cannot_be_read(
-    dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(dataset, store)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("ssdctl.data.sources.label_files", refuse)
-    assert is_prepared(dataset, store)
 
 
 def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: Path) -> None:
@@ -446,35 +432,6 @@ def test_decoded_pixels_are_a_view_of_the_file(dataset: Path, store: Path, tmp_p
     export_dataset(open_dataset(dataset, store), tmp_path / "out", "coco")
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(3), pixels)
-
-
-@pytest.mark.parametrize("kind", ["JPEG2000", "PCX"])
-def test_an_unusual_format_is_exported_as_images_are_named(
-    dataset: Path, store: Path, tmp_path: Path, kind: str
-) -> None:
-    image = dataset / "train2017/000000000001.jpg"
-    image.write_bytes(encoded(Image.open(image).convert("RGB"), kind))
-    prepare(dataset, store, INDEX_ONLY)
-    splits = open_dataset(dataset, store)
-    export_dataset(splits, tmp_path / "out", "coco")
-    (exported,) = (tmp_path / "out/train2017").glob(f"{image.stem}.*")
-    assert is_image(exported)
-    with Image.open(exported) as opened:
-        np.testing.assert_array_equal(np.asarray(opened), splits["train"].decode(0))
-
-
-@BOTH
-def test_a_turned_image_without_size(dataset: Path, store: Path, config: PrepareConfig) -> None:
-    image = dataset / "train2017/000000000001.jpg"
-    image.write_bytes(encoded(Image.open(image).convert("RGB"), turn=6))
-    with edited(dataset / TRAIN) as document:
-        size = {side: document["images"][0].pop(side) for side in ("width", "height")}
-    train = prepare(dataset, store, config).splits[0]
-    assert "size is not annotated" in next(f.detail for f in train.findings if "EXIF" in f.detail)
-    assert any("without annotated size, read as stored: 1." in text for text in train.warnings)
-    with edited(dataset / TRAIN) as document:
-        document["images"][0] |= size
-    assert not any("EXIF" in text for text in prepare(dataset, store, config).splits[0].warnings)
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(

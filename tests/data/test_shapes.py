@@ -10,7 +10,7 @@ import pytest
 
 from ssdctl.data.annotations import Conversion
 from ssdctl.data.dataset import read_dataset
-from ssdctl.data.shapes import STYLES, ShapeClass, Style, draw_image, generate
+from ssdctl.data.shapes import draw_image, generate
 from ssdctl.errors import DataError, UsageError
 
 
@@ -40,17 +40,6 @@ def test_boxes_enclose_what_was_drawn() -> None:
             inside[box.top : box.top + box.height, box.left : box.left + box.width] = True
         if boxes:
             assert vivid[inside].mean() > vivid[~inside].mean() + 5
-
-
-def test_classes_and_brightness_of_a_style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = (ShapeClass(3, "star", 0.0), ShapeClass(5, "ring", 0.5))
-    monkeypatch.setitem(STYLES, "dark", Style(classes, (0.05, 0.4), 1.0, stripes=0.5))
-    generate(tmp_path, num_train=6, num_val=0, style="dark")
-    document = json.loads((tmp_path / "annotations/instances_train2017.json").read_bytes())
-    assert [(c["id"], c["name"]) for c in document["categories"]] == [(3, "star"), (5, "ring")]
-    assert {a["category_id"] for a in document["annotations"]} == {3, 5}
-    dark, bright = (draw_image(0, "val", 0, style)[0].mean() for style in ("dark", "solid"))
-    assert dark < bright
 
 
 def test_a_complete_dataset_is_not_drawn_again(tmp_path: Path) -> None:

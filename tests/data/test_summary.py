@@ -1,7 +1,6 @@
 """What prepare says about the images and boxes of each split."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,6 @@ def test_no_label_file_is_not_an_empty_one(tmp_path: Path, cli: Cli) -> None:
     assert kinds[second.stem].startswith("no objects")
 
 
-def test_an_empty_split_counts_as_none(dataset: Path, cli: Cli) -> None:
-    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
-        document["images"], document["annotations"] = [], []
-    reports, error = prepared(cli, dataset)
-    assert list(reports) == ["train"]
-    assert "instances_val2017.json lists no images" in error
-    result = cli("prepare", "--data", dataset, "--split", 0.75, "--no-pack", "--json")
-    assert [r["images"] for r in json.loads(result.out)["splits"]] == [18, 6]
-
-
 def test_other_boxes_of_the_same_image_are_named(tmp_path: Path, cli: Cli) -> None:
     for folder, size in (("train", 0.5), ("train/old", 0.4), ("train/same", 0.5)):
         exports.tree(tmp_path, {f"{folder}/a.png": None})
@@ -101,16 +90,6 @@ def test_commands_say_that_images_were_trained_on(dataset: Path, cli: Cli, tmp_p
     scored = cli("evaluate", tmp_path / "found.json", "--data", dataset)
     for text in (trained.err, planned.err, evaluated.err, scored.err, *pages):
         assert "24 of 24 images of val are also in train" in text
-
-
-def test_images_that_are_dropped_are_in_one_split_only(dataset: Path, cli: Cli) -> None:
-    first = min((dataset / "val2017").glob("*.jpg"))
-    shutil.copy(dataset / "train2017/000000000004.jpg", first)
-    command = ("prepare", "--data", dataset, "--allow-dropped")
-    assert "images of val are also in train" in cli(*command).err
-    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
-        next(i for i in document["images"] if i["file_name"] == first.name)["width"] += 1
-    assert "also in train" not in cli(*command).expect(0).err
 
 
 def test_audit_finds_an_image_that_was_encoded_again(dataset: Path, cli: Cli) -> None:

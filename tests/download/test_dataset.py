@@ -4,8 +4,6 @@ import os
 import random
 import re
 import stat
-import struct
-import sys
 import tempfile
 import zipfile
 import zlib
@@ -306,21 +304,6 @@ def test_names_without_the_flag_of_utf8(tmp_path: Path) -> None:
 def test_15_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "MAX_ENTRIES", 2)
     refused(tmp_path, zipped(CONTENT), "3 entries are too many")
-
-
-def test_15_another_name_in_an_extra_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Unicode path of Info-ZIP: Python 3.12 and later takes it as the name."""
-    field = struct.pack("<HHBL", 0x7075, 5 + len(b"../out"), 1, zlib.crc32(b"out")) + b"../out"
-    if sys.version_info < (3, 12):
-        infolist = zipfile.ZipFile.infolist
-
-        def renamed(self: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-            infos = infolist(self)
-            infos[-1].filename = "../out"
-            return infos
-
-        monkeypatch.setattr(zipfile.ZipFile, "infolist", renamed)
-    refused(tmp_path, zipped({"out": b"2"}, extra=field), "not a plain path")
 
 
 def test_16_cut_anywhere(tmp_path: Path) -> None:

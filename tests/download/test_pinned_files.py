@@ -4,9 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.errors import UsageError
 from ssdctl.model.pretrained import all_weights, weights_named
@@ -59,22 +57,3 @@ def test_a_bad_manifest_is_refused(tmp_path: Path, old: str, new: str, complaint
         manifest(tmp_path, ENTRY.replace(old, new))
     with pytest.raises(UsageError, match="none"):
         read_manifest(tmp_path / "none.toml")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("XDG_CACHE_HOME", "/x/cache", "/x/cache/torch"),
-        ("TORCH_HOME", "~/torch", str(Path("~/torch").expanduser())),
-        ("XDG_CACHE_HOME", "", str(Path("~/.cache/torch").expanduser())),
-    ],
-)
-def test_the_cache_is_that_of_torch_hub(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
-) -> None:
-    monkeypatch.delenv("TORCH_HOME", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if value:
-        monkeypatch.setenv(name, value)
-    assert str(torch_cache_dir()) == f"{torch.hub.get_dir()}/checkpoints"
-    assert str(torch_cache_dir()) == f"{expected}/hub/checkpoints"

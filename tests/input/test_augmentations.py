@@ -19,7 +19,7 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.tiles import tiled
 from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, hashed, uniform, whole
-from ssdctl.input.augmentations.ssd import crop, flip
+from ssdctl.input.augmentations.ssd import crop
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 
@@ -150,21 +150,6 @@ def test_a_crop_keeps_the_boxes_with_their_center_in_it(batch: Boxes, draw: np.n
     size = 0.3 + 0.7 * draw[:, :2]
     low = draw[:, 2:] * (1 - size)
     check_kept(cropped(np.concatenate([low, low + size], 1), batch), batch)
-
-
-def test_flip() -> None:
-    view = cropped(np.array([[0.25, 0.0, 1.0, 1.0]]), padded([(0.25, 0.25, 0.625, 1.0)], 1))
-    yes = np.array([True])
-    once = flip.apply(view, yes)
-    assert once.flip.tolist() == [True]
-    assert once.boxes.ltrb[0].tolist() == [[0.5, 0.25, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
-    # A crop of a mirrored view is cut from the other side of the image.
-    cut = once.part(np.array([[0.0, 0.0, 0.5, 1.0]]), view.boxes)
-    assert cut.rect.tolist() == [[0.625, 0.0, 1.0, 1.0]]
-    assert (once.sizes.tolist(), cut.sizes.tolist()) == ([[225, 300]], [[112, 300]])
-    twice = flip.apply(once, yes)
-    assert not twice.flip.any()
-    np.testing.assert_array_equal(twice.boxes.ltrb, view.boxes.ltrb)
 
 
 def test_colors_are_drawn_around_one_and_no_turn(split: Split) -> None:

@@ -97,31 +97,6 @@ def test_whole_network_output() -> None:
     check_equal(actual, expected)
 
 
-def test_candidates_are_cut_before_suppression() -> None:
-    """One class, 300 equal boxes with the best scores, then one far away: it is never reached."""
-    defaults = DEFAULTS[:1].expand(301, 4).clone()
-    defaults[300] = DEFAULTS[-1]
-    logits = torch.zeros(1, 2, 301)
-    logits[0, 1] = torch.linspace(3, 2, 301)
-    [actual] = run(torch.zeros(1, 4, 301), logits, defaults)
-    assert len(actual.boxes) == 1
-    [actual] = run(torch.zeros(1, 4, 301), logits.flip(2), defaults)
-    assert len(actual.boxes) == 2
-
-
-def test_an_empty_image_does_not_affect_its_batch() -> None:
-    """Habana's port discards the batch."""
-    offsets, logits, defaults = predictions(8, 5, 400, 2.0)
-    empty = torch.zeros_like(logits)
-    empty[0, 0] = 20
-    batch = run(offsets.expand(3, -1, -1), torch.cat([logits, empty, logits]), defaults)
-    [single] = run(offsets, logits, defaults)
-    assert len(single.boxes) > 0
-    assert [tuple(field.shape) for field in batch[1]] == [(0, 4), (0,), (0,)]
-    for image in (batch[0], batch[2]):
-        assert all(torch.equal(a, b) for a, b in zip(image, single, strict=True))
-
-
 @pytest.mark.parametrize(
     ("defaults", "shift"),
     [

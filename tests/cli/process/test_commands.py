@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
-from PIL import Image
 
 import ssdctl
-from ssdctl.checkpoint import file
-from ssdctl.checkpoint.format import check_zip
 from ssdctl.errors import ExitCode
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
@@ -68,24 +65,6 @@ def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -
     Path("data/coco").symlink_to(shapes)
     result = cli("evaluate", moved, "--json", "--device", "cpu", "--limit", 2)
     result.expect(0, "/nowhere/coco", "using data/coco")
-
-
-def test_a_checkpoint_that_training_deletes_is_left_out(
-    cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By `--keep`, while `evaluate --all` opens it."""
-    checkpoints = shutil.copytree(tiny_run, Path("run")) / "checkpoints"
-    lost = Path(shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "step-00000002.pt"))
-
-    def check(path: Path) -> None:
-        lost.unlink(missing_ok=True)
-        check_zip(path)
-
-    monkeypatch.setattr(file, "check_zip", check)
-    result = cli("evaluate", "run", "--all", "--json", "--device", "cpu", "--limit", 2)
-    result.expect(0, f"{lost}: skipped")
-    names = [Path(e["checkpoint"]).name for e in json.loads(result.out)["checkpoints"]]
-    assert names == ["step-00000003.pt"]  # best.pt is a copy of it
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
@@ -229,16 +208,6 @@ def test_a_closed_stderr_ends_nothing(shapes: Path, tmp_path: Path) -> None:
     os.close(write)
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_the_caller_closed(closed: str) -> None:
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *SSDCTL]
-    done = subprocess.run(
-        [*command, "config", "show", "train.epochs"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert ("train.epochs" in done.stdout) == (closed == "2>&-")
-
-
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_without_leaving_files(
     tmp_path: Path, sent: signal.Signals
@@ -288,33 +257,6 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
             outer.kill()
 
 
-DEAD = "0123456789ab.999999999.tmp"
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("export CHECKPOINT --format safetensors --out out/x", "out/.x."),
-        ("report RUN --out out/x", "out/.x."),
-        ("predict CHECKPOINT a.png --out out", "out/.a.png."),
-        ("predict CHECKPOINT a.png --save yolo --out out", "out/labels/.a.txt."),
-        ("dataset export DATA --to yolo --out out/x", "out/.x.partial/"),
-    ],
-)
-def test_the_next_command_removes_what_a_killed_one_left(
-    command: str, file: str, tiny_run: Path, checkpoint: Path, shapes: Path, cli: Cli
-) -> None:
-    Image.new("RGB", (40, 30)).save("a.png")
-    left, other = Path(file + DEAD), Path(f"out/notes.{DEAD}")
-    left.parent.mkdir(parents=True)
-    left.touch()
-    other.touch()
-    names = {"RUN": tiny_run, "CHECKPOINT": checkpoint, "DATA": shapes}
-    cli(*(names.get(word, word) for word in command.split())).expect(0)
-    assert not left.exists()
-    assert other.exists()
-
-
 @pytest.fixture
 def folder(tiny_run: Path) -> Path:
     """Return `runs/`: an old run, a new one, a deeper one in progress, and a broken one."""
@@ -356,27 +298,6 @@ def test_runs_are_listed_with_the_newest_first(cli: Cli, folder: Path) -> None:
         assert {f"{new['ap']:.3f}", "7"} <= {*cli("runs").out.split()}
     Path("none").mkdir()
     assert (cli("runs", "none").code, json.loads(cli("runs", "none", "--json").out)) == (0, [])
-
-
-def test_a_plan_names_the_time_at_the_speed_of_a_similar_run(cli: Cli, folder: Path) -> None:
-    def time(*options: str) -> str:
-        data = ["--data", "absent", "--fake-data", "--device", "cpu", "--backbone-weights", "none"]
-        lines = cli("train", *data, *options, "--dry-run").out.splitlines()
-        return next(line for line in lines if line.startswith("time"))
-
-    settings = (folder / "new" / "config.toml").read_text()
-    precision = "bf16" if 'precision = "bf16"' in settings else "fp32"
-    similar = ["--backbone", "tiny", f"--{precision}"]
-    assert time(*similar).endswith("runs/sweep/deep")
-    for path in ("sweep/deep", "new"):
-        shutil.rmtree(folder / path)
-    assert time(*similar).endswith("runs/old")
-    other = "bf16" if precision == "fp32" else "fp32"
-    for options in (
-        ["--backbone", "tiny", f"--{other}"],
-        ["--backbone", "resnet18", f"--{precision}"],
-    ):
-        assert "img/s" not in time(*options)
 
 
 def test_commands_use_the_newest_run(cli: Cli, folder: Path) -> None:

@@ -149,16 +149,6 @@ def test_a_folder_with_files_is_not_changed(crowded: Path, cli: Cli) -> None:
         assert Path("data.yaml").is_file()
 
 
-def test_the_next_command_reads_the_export(crowded: Path, cli: Cli) -> None:
-    for file in crowded.glob("annotations/*[nt].json"):
-        file.unlink()
-    for target in ("coco", "yolo"):
-        options = ("--store", "new", "--to", target, "--out", target)
-        result = cli("dataset", "export", crowded, *options)
-        assert result.code == 0, result.err
-        assert ("ssdctl prepare" in result.err) == (cli("prepare", "--data", target).code == 0)
-
-
 def test_labels_are_not_written_into_a_dataset(
     crowded: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,47 +167,6 @@ def test_labels_are_not_written_into_a_dataset(
     for out, is_read in (("images/pred", True), ("new/train/a", True), ("pred", False)):
         result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", folder / out)
         assert ("in the dataset" in result.err) == is_read, result.err
-
-
-def test_predictions_are_written_where_no_dataset_reads_them(cli: Cli) -> None:
-    text = "names: [x]\ntrain: images/train"
-    labels = {"images/train/a.jpg": None, "labels/train/a.txt": "0 .5 .5 .2 .2"}
-    exports.tree(Path("data"), {"data.yaml": text, **labels})
-    exports.tree(Path("project"), {"data.yaml": f"path: ../data\n{text}"})
-    exports.tree(Path("broken"), {"dataset.toml": "["})
-    read, other = ("data/images/train/a", "data/runs/val"), ("data/runs/a", "project/a", "broken/a")
-    for out in (*read, *other):
-        result = cli("predict", "best.pt", "a.jpg", "--save", "yolo", "--out", out)
-        assert ("in the dataset" in result.err) == (out in read), result.err
-
-
-def test_classes_of_one_name_stay_apart(cli: Cli) -> None:
-    entry = {"width": 100, "height": 50, "id": 1, "file_name": "a.jpg"}
-    box = {"image_id": 1, "bbox": [1, 2, 30, 20], "area": 600, "iscrowd": 0}
-    names = ("bolt", "bolt", "bolt (id 2)")
-    content = {
-        "images": [entry],
-        "annotations": [{**box, "id": n, "category_id": n} for n in (1, 2, 3)],
-        "categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)],
-    }
-    exports.tree(Path("data"), {"train2017/a.jpg": None, "train.json": json.dumps(content)})
-    for target in ("coco", "yolo"):
-        cli("dataset", "export", "data", "--to", target, "--out", target).expect(0)
-    exported = json.loads(Path("coco/annotations/instances_train2017.json").read_text())
-    assert [c["name"] for c in exported["categories"]] == [*names]
-    assert [a["category_id"] for a in exported["annotations"]] == [1, 2, 3]
-    lines = Path("yolo/labels/train/a.txt").read_text().splitlines()
-    assert [line[0] for line in lines] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
-def test_names_in_two_forms_of_unicode_stay_apart(target: str, cli: Cli) -> None:
-    names = ("a/\u00e4", "b/a\u0308")
-    labels = {f"labels/{name}.txt": "0 .5 .5 .2 .4" for name in names}
-    exports.tree(Path("data"), {"classes.txt": "x", **labels})
-    exports.tree(Path("data"), {f"images/{name}.jpg": None for name in names})
-    cli("dataset", "export", "data", "--to", target, "--out", "out").expect(0)
-    cli("prepare", "--data", "out", "--no-pack", "--split", "0.5").expect(0)
 
 
 def test_a_parquet_dataset_for_hugging_face(crowded: Path, cli: Cli) -> None:

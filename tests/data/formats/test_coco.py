@@ -1,14 +1,12 @@
 """Annotations are untrusted: what is refused, dropped or repaired."""
 
 import json
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data.formats.exports import tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,7 @@ from ssdctl.data.annotations import Annotations
 from ssdctl.data.check import CLIPPED, Checked, clip
 from ssdctl.data.check import check as check_annotations
 from ssdctl.data.dataset import resolve_images
-from ssdctl.data.formats import coco, yolo
+from ssdctl.data.formats import coco
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError
 
@@ -116,16 +114,6 @@ def test_broken_references(tmp_path: Path, table: str, entries: list[Any], words
         prepare(tmp_path / "annotations.json", tmp_path / "store")
 
 
-@pytest.mark.parametrize("outline", [[], [[0, 0, 9, 0, 9, 5]]])
-def test_only_rectangles_are_turned(tmp_path: Path, outline: list[list[int]]) -> None:
-    """Of a polygon, `rotation` is an attribute of the user's."""
-    attributes = {"occluded": False, "rotation": 90}
-    entry = thing(1, bbox=[20, 20, 10, 4], attributes=attributes, segmentation=outline)
-    found = read(written(tmp_path, document(annotations=[entry])))
-    expected = [20, 20, 10, 4] if outline else [23, 17, 4, 10]
-    np.testing.assert_allclose(found.boxes, [expected])
-
-
 def test_names_of_lvis(tmp_path: Path) -> None:
     images = [image(7, "train2017/a.jpg"), {"id": 3, "coco_url": "http://x.org/val2017/b.jpg"}]
     path = written(tmp_path, document(images=images))
@@ -194,21 +182,6 @@ def test_entries_of_one_file_must_agree(tmp_path: Path) -> None:
     images = [image(7, "a.jpg", 100, 50), image(3, "a.jpg", 101, 50)]
     with pytest.raises(DataError, match=r"a\.jpg"):
         resolve_images(coco.read(written(tmp_path, document(images=images))))
-
-
-def test_many_classes_take_linear_time(tmp_path: Path) -> None:
-    """It was a minute, quadratic."""
-    names = [
-        {"id": n, "name": f"class {n}", "supercategory": f"class {n + 1}"} for n in range(30_000)
-    ]
-    path = written(tmp_path, document(categories=names, annotations=[]))
-    start = time.process_time()
-    assert len(read(path).classes) == 30_000
-    yaml = f"names: {json.dumps([c['name'] for c in names])}\n"
-    files = {"images/a.jpg": None, "images/a.txt": "7 .5 .5 .1 .1", "data.yaml": yaml}
-    tree(tmp_path, files)
-    assert len(yolo.read(tmp_path)["train"].classes) == 30_000
-    assert time.process_time() - start < 5
 
 
 def nearest_float32(value: Fraction) -> np.float32:

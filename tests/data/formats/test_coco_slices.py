@@ -89,21 +89,6 @@ def test_what_tools_write_into_annotations(key: str, value: Callable[[int], Any]
     assert not np.isinf(columns.bbox).any()
 
 
-def test_the_last_of_equal_keys_counts() -> None:
-    first, second = encode(document(count=50)), encode(document(count=70))
-    assert len(assert_same(first[:-1] + b"," + second[1:]).id) == 70
-    start = (
-        '"id": 5, "image_id": 7, "bbox": [1, 1, 1, 1], "category_id": 3, "area": 2, "iscrowd": 1'
-    )
-    end = '"image_id": 9, "bbox": [%d, 8, 9, 10], "category_id": 2, "area": 5, "iscrowd": 0'
-    rows = ", ".join(f'{{{start}, {end % i}, "id": {i}}}' for i in range(90))
-    text = encode(document() | {"annotations": "ROWS"}).replace(b'"ROWS"', f"[{rows}]".encode())
-    columns = assert_same(text, min_slices=20)
-    for key in ("id", "image_id", "category_id", "bbox", "area"):
-        assert getattr(columns, key).tolist() == [r[key] for r in json.loads(text)["annotations"]]
-    assert not columns.is_crowd.any()
-
-
 def error_of(content: bytes, slice_bytes: int = SLICE_BYTES) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coco_json, "SLICE_BYTES", slice_bytes)

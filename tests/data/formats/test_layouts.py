@@ -1,6 +1,5 @@
 """Exports of labeling tools are recognized, prepared, trained on and scored unchanged."""
 
-import json
 import os
 import re
 import shutil
@@ -109,34 +108,12 @@ def test_what_a_folder_has_instead_of_a_dataset_is_named(
     assert hint in (error.value.hint or "")
 
 
-def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
-    exports.coco(tmp_path / "cvat")
-    file = Path("cvat/annotations/instances_Train.json")
-    file.with_name("instances_train.json").rename(file)
-    file.with_name("instances_val.json").rename(file.with_name("instances_Validation.json"))
-    for data in (Path("cvat"), file):
-        splits = {s["split"] for s in json.loads(prepared(cli, data, "--json").out)["splits"]}
-        assert splits == ({"train"} if data == file else {"train", "val"})
-    prepared(cli, file, "--split", "0.5")
-    assert len(opened(file, "val").image_ids) == 3
-    assert not file.with_name("dataset.toml").exists()
-
-
 def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
     root = exports.flat_coco(tmp_path / "training_demo/images/my export")
     for given in (tmp_path, root.parent, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
         assert f"--data {quoted(root)}" in str(error.value.hint)
-
-
-def test_a_dataset_with_equal_names_beside_it_is_not_the_folder_above(tmp_path: Path) -> None:
-    label = "0 .5 .5 .1 .1"
-    files = {"own/images/a.jpg": "", "own/images/a.txt": label}
-    exports.tree(tmp_path, files | {"other/images/a.jpg": "", "other/labels/a.txt": label})
-    with pytest.raises(DataError) as error:
-        find(tmp_path / "own")
-    assert "images/a.txt is YOLO" in (error.value.hint or "")
 
 
 def refused(cli: Cli, *command: object) -> str:
@@ -148,12 +125,6 @@ def two_formats(root: Path) -> None:
     exports.generated(exports.flat_coco(root), "voc: labelme2voc")
 
 
-def words_of_create_ml(root: Path) -> None:
-    """Describe a dataset by words that Create ML's lists have, as keys of an object."""
-    two_formats(root)
-    (root / "info.json").write_text('{"image": "", "annotations": []}')
-
-
 def two_files_for_a_split(root: Path) -> None:
     path = exports.flat_coco(root) / "result.json"
     shutil.copy(path, path.with_name("result-2.json"))
@@ -162,13 +133,10 @@ def two_files_for_a_split(root: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words", "choice"),
     [
-        *(
-            (
-                make,
-                (": coco (", "result.json", "), voc (", "--from coco or --from voc"),
-                ("--from", "voc"),
-            )
-            for make in (two_formats, words_of_create_ml)
+        (
+            two_formats,
+            (": coco (", "result.json", "), voc (", "--from coco or --from voc"),
+            ("--from", "voc"),
         ),
         (two_files_for_a_split, ("result.json", "result-2.json"), ("--data", "data/result-2.json")),
     ],
@@ -319,24 +287,6 @@ def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
     exports.tree(tmp_path / "mine", {"dataset.toml": toml})
     shutil.move(tmp_path / "cvat/annotations/instances_train.json", tmp_path / "mine/a.json")
     prepared(cli, "mine")
-
-
-@pytest.mark.parametrize(
-    ("export", "data", "images"),
-    [
-        (exports.roboflow_yolo, "", ""),
-        (exports.coco, "annotations/instances_train.json", "images/train"),
-    ],
-)
-def test_a_copied_export_keeps_its_own_images(
-    tmp_path: Path, cli: Cli, export: Callable[[Path], Path], data: str, images: str
-) -> None:
-    export(tmp_path / "first")
-    prepared(cli, Path("first", data), "--no-pack")
-    shutil.move(tmp_path / "first", tmp_path / "second")
-    assert opened(Path("second", data)).images.folder == Path("second", images)
-    again = prepared(cli, Path("second", data), "--no-pack", "--json")
-    assert json.loads(again.out)["unchanged"]
 
 
 def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli: Cli) -> None:

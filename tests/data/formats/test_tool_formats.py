@@ -135,6 +135,7 @@ def test_other_json_files_are_not_taken_for_create_mls(tmp_path: Path) -> None:
     result = {"image_id": 1, "category_id": 1, "bbox": BOX, "score": 0.5}
     task = {"data": {"image": "a.png"}, "annotations": [{"completed_by": 1, "result": []}]}
     others = {"results": [result], "package": {"name": "a"}, "label-studio": [task]}
+    others["info"] = {"image": "", "annotations": []}
     exports.tree(tmp_path, {f"{name}.json": json.dumps(text) for name, text in others.items()})
     box = {"label": "nut", "coordinates": {"x": 25, "y": 27.5, "width": 30, "height": 15}}
     splits = read(tmp_path, [{"image": "a.png", "verified": False, "annotations": [box]}])

@@ -32,26 +32,6 @@ def voc(root: Path, stems: dict[str, str], lists: dict[str, list[str]] | None = 
     return tree(root, {f"ImageSets/Main/{k}.txt": "\n".join(v) for k, v in (lists or {}).items()})
 
 
-@pytest.mark.parametrize(
-    ("images", "labels", "train", "val"),
-    [
-        # Images in folders of splits, all labels in one
-        ("photos/train/a photos/train/b photos/val/c", "Annotations/a Annotations/b Annotations/c",
-         "photos/train/a photos/train/b", "photos/val/c"),
-        # A copy of the labels
-        ("JPEGImages/a", "Annotations/a old/Annotations/a", "JPEGImages/a", ""),
-    ],
-)  # fmt: skip
-def test_folders(tmp_path: Path, images: str, labels: str, train: str, val: str) -> None:
-    tree(tmp_path, {f"{name}.jpg": None for name in images.split()})
-    tree(tmp_path, {f"{name}.xml": CAT for name in labels.split()})
-    splits = read(tmp_path)
-    assert list(boxes_of(splits)) == [f"{name}.jpg" for name in train.split()]
-    if val:
-        assert list(boxes_of(splits, "val")) == [f"{name}.jpg" for name in val.split()]
-    assert any("old/Annotations/a.xml" in n for n in splits["train"].notes) == ("old" in labels)
-
-
 def test_a_devkit_of_two_years(tmp_path: Path) -> None:
     for year in ("VOC2007", "VOC2012"):
         stems = {f"{year}_{i}": CAT for i in range(2)}

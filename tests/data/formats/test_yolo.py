@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from data.formats import exports
 from data.formats.exports import boxes_of, tree
 
 from ssdctl.data.dataset import find
@@ -59,23 +58,6 @@ def test_where_images_are(
     expected = [("no", [40, 15, 20, 20], 0)]  # not false
     assert boxes_of(splits) == dict.fromkeys(images[0], expected)
     assert (boxes_of(splits, "val") if val else {}) == dict.fromkeys(images[1], expected)
-
-
-@pytest.mark.parametrize("name", ["b.jpg", "b.HEIC"])
-def test_unreadable_images_are_left_to_the_check(tmp_path: Path, name: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": BOX, "images/b.jpg": BOX})
-    (tmp_path / "images/b.jpg").unlink()
-    splits = read(tree(tmp_path, {f"images/{name}": "?"}))
-    assert splits["train"].sizes.tolist()[1] == [0, 0]  # dropped by the check
-    assert boxes_of(splits)[f"images/{name}"] == []
-
-
-def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
-    yolo(tmp_path, {"images/a.jpg": BOX})
-    tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
-    (note,) = read(tmp_path)["train"].notes  # c has no box to lose
-    assert "left out: 1, such as" in note
-    assert "labels/b.txt" in note
 
 
 def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
@@ -184,27 +166,6 @@ def test_names_of_a_folder_must_be_the_datasets(tmp_path: Path, file: str, conte
     yolo(tmp_path, {"a/x.jpg": "0 .5 .5 .2 .4", "b/y.jpg": "0 .5 .5 .2 .4"}, "names: [cat, dog]")
     tree(tmp_path, {"a/classes.txt": "cat\n", file: content})
     with pytest.raises(DataError, match=re.escape(file)):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("names", ["data.yaml", "my.names"])
-def test_label_files_may_be_called_classes_and_have_any_suffix(tmp_path: Path, names: str) -> None:
-    images = dict.fromkeys(("images/a.jpg", "images/classes.jpg"))
-    labels = {"labels/a.TXT": BOX, "labels/classes.txt": BOX}
-    tree(tmp_path, {**images, **labels, names: "names: [cat]" if "yaml" in names else "cat\n"})
-    assert find(tmp_path)[0] == "yolo"
-    found = boxes_of(read(tmp_path))
-    assert {image: [box[0] for box in boxes] for image, boxes in found.items()} == {
-        image: ["cat"] for image in images
-    }
-
-
-def test_a_data_file_of_darknet_is_a_dataset(tmp_path: Path) -> None:
-    exports.darknet(tmp_path)
-    splits = read(tmp_path / "obj.data")
-    assert list(boxes_of(splits)) == [f"data/obj/{n}.jpg" for n in range(6)]
-    (tmp_path / "data/obj.names").rename(tmp_path / "data/obj.txt")
-    with pytest.raises(DataError, match=r"obj\.data: names"):
         read(tmp_path)
 
 

@@ -24,7 +24,7 @@ STEMS = (
     *("0", "1", "frame_000002", "1.tif", "a b", "c,d", "#5", "ü", "it's", "x.y", "0001_r7"),
     *("train", "50%"),
 )
-FOLDERS = ("", "cam1", "cam prepared", "day 1/cam1", "val")
+FOLDERS = ("", "cam1", "cam prepared", "latest 1/cam1", "val")
 EDITS = (
     *("touch", "move a box", "add an image", "add an empty image", "remove an image"),
     "rename a class",

@@ -33,15 +33,19 @@ WORDS = {"train": "train", "val": "valid", "test": "test"}  # Roboflow's
 SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
+def named(template: str, split: str, folder: str = "") -> str:
+    """Return a path of a split; `{below}` is no folder for images to train on."""
+    below = "" if split == "train" else split
+    return template.format(split=split, word=WORDS[split], below=below, folder=folder)
+
+
 def placed(template: str, split: str, picture: Picture, suffix: str) -> str:
     """Return the path of a picture's file of images or labels, by the path of its folder.
 
-    `{folder}` is the picture's own folder, which is the innermost one without it. `{below}` is no
-    folder for images to train on.
+    `{folder}` is the picture's own folder, which is the innermost one without it.
     """
-    words = {"split": split, "word": WORDS[split], "below": "" if split == "train" else split}
     own = "" if "{folder}" in template else picture.folder
-    folder = template.format(**words, folder=picture.folder)
+    folder = named(template, split, picture.folder)
     return posixpath.normpath(f"./{folder}/{own}/{picture.stem}{suffix}")
 
 
@@ -74,8 +78,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
     more = range(25) if is_bare and tree.is_blank else ()
     others = [world.pictures[0]._replace(folder="", stem=f"more {n}", things=()) for n in more]
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split], "below": "" if split == "train" else split}
-        folder, file = images.format(**words).rstrip("/"), labels.format(**words)
+        folder, file = named(images, split).rstrip("/"), named(labels, split)
         entries, boxes = [], []
         for n, picture in enumerate([*others, *world.of(split)], 7):
             place = "photos" if others and picture not in others else folder
@@ -102,16 +105,19 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             for k, thing in enumerate(picture.things):
                 is_turned = "turned" in world.flags and k % 2 == 0
                 box = before_a_turn(thing) if is_turned else thing
+                left, top, right, bottom = corners(box)
+                polygon = [] if is_turned else [[left, top, right, top, right, bottom]]
+                turn = 270.0 * ("turned" in world.flags)  # of a polygon it means nothing
                 boxes.append(
                     {
                         "id": len(boxes) + 1,
                         "image_id": n + 500 * (k > 0 and "listed twice" in world.flags),
                         "category_id": ids[thing.name],
                         "bbox": [box.left, box.top, box.width, box.height],
-                        "attributes": {"occluded": False, "rotation": 270.0 * is_turned},
+                        "attributes": {"occluded": False, "rotation": turn},
                         "area": thing.width * thing.height,
                         "iscrowd": int(thing.is_crowd),
-                        "segmentation": [],
+                        "segmentation": polygon,
                     }
                 )
         categories = [{"id": i, "name": name, "supercategory": "none"} for name, i in ids.items()]
@@ -124,8 +130,8 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
         )
     if toml:
         tree.write("dataset.toml", text)
-        if "data is the file" in world.flags:
-            tree.data = tree.root / "dataset.toml"
+    if "data is the file" in world.flags:
+        tree.data = tree.root / ("dataset.toml" if toml else labels)
 
 
 # YOLO: https://docs.ultralytics.com/datasets/detect, https://github.com/AlexeyAB/darknet
@@ -151,9 +157,7 @@ def yolo(
     """`names` is the file of class names: a data.yaml, or a line for each."""
     content: dict[str, object] = {}
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split], "folder": ""}
-        folder = images.format(**words)
-        paths = []
+        folder, paths = named(images, split), []
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
             paths.append(f"/home/me/set/{path}" if "other machine" in world.flags else f"./{path}")
@@ -167,16 +171,16 @@ def yolo(
         elif "above" in world.flags:
             content[split] = f"../{folder.replace('val/', 'valid/')}"
         if lists:
-            content[split] = lists.format(**words)
-            tree.write(lists.format(**words), "\n".join(paths) + "\n")
+            content[split] = named(lists, split)
+            tree.write(named(lists, split), "\n".join(paths) + "\n")
     if not names.endswith(".yaml"):
         for split in world.splits:
-            path = names.format(split=split, word=WORDS[split])
-            tree.write(path, "\n".join(world.classes) + "\n")
+            tree.write(named(names, split), "\n".join(world.classes) + "\n")
         if lists:
             lines = [f"{'valid' if k == 'val' else k} = {v}\n" for k, v in content.items()]
             lines += [f"names = {names}\n", "backup = backup/\n"]
             tree.write("obj.data", f"classes = {len(world.classes)}\n{''.join(lines)}")
+            tree.data = tree.root / "obj.data" if "data is the file" in world.flags else tree.root
         return
     content["names"] = list(world.classes)
     if "table of names" in world.flags:
@@ -332,7 +336,7 @@ def openimages(world: World, tree: Tree) -> None:
 
 def kitti(world: World, tree: Tree, *, folder: str) -> None:
     for split in world.splits:
-        base = folder.format(split=split, word=WORDS[split])
+        base = named(folder, split)
         for picture in world.of(split):
             tree.image(f"{base}/image_2/{picture.name}", picture)
             lines = "DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"
@@ -353,7 +357,6 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
     header = ["filename", "width", "height", "class", *SIDES]
     everything: list[Iterable[object]] = [header]
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
         rows: list[Iterable[object]] = [header]
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
@@ -362,11 +365,11 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
                 name = f"C:\\me\\{path}".replace("/", "\\")
             for thing in picture.things:
                 rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
-        tree.write(labels.format(**words), csv_table(world, rows))
+        tree.write(named(labels, split), csv_table(world, rows))
         everything += rows[1:]
     names = [picture.name for picture in world.pictures]
     if "all" in world.flags and len(world.splits) > 1 and len({*names}) == len(names):
-        tree.write(labels.format(split="all", word="all"), csv_table(world, everything))
+        tree.write(labels.format(split="all"), csv_table(world, everything))
 
 
 # keras-retinanet's CSV files: https://github.com/fizyr/keras-retinanet#csv-datasets
@@ -374,7 +377,6 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
 
 def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
         rows: list[Iterable[object]] = []
         if "header" in world.flags:
             rows.append(("path", "x1", "y1", "x2", "y2", "class"))
@@ -388,10 +390,10 @@ def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None
                 rows.append((name, "", "", "", "", ""))
         if "reversed" in world.flags:
             rows = [row[::-1] for row in map(tuple, rows)]
-        tree.write(labels.format(**words), csv_table(world, rows))
-        folder = labels.format(**words).rpartition("/")[0]
+        tree.write(named(labels, split), csv_table(world, rows))
         names = [(name, n) for n, name in enumerate(world.classes)]
-        tree.write(f"{folder}/classes.csv".lstrip("/"), csv_table(world, names))
+        file = posixpath.join(posixpath.dirname(named(labels, split)), "classes.csv")
+        tree.write(file, csv_table(world, names))
 
 
 # VGG Image Annotator: https://www.robots.ox.ac.uk/~vgg/software/via/docs/face_track_annotation.html
@@ -512,7 +514,9 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         _with(_COCO, named=False, empties=False), coco, "images/{below}", "{split}.json"
     ),
     "coco: elsewhere": _of(_with(_COCO_1, decoys=False), coco, "my photos", "labels.json"),
-    "coco: flat": _of(_with(_COCO_1, "bare names"), coco, "images", "result.json"),
+    "coco: flat": _of(
+        _with(_COCO_1, "bare names", "data is the file"), coco, "images", "result.json"
+    ),
     "coco: beside": _of(_with(_COCO_1, decoys=False), coco, "", "labels.json"),
     "coco: toml": _of(
         _COCO._replace(flags=("listed twice", "data is the file")),
@@ -544,7 +548,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         *(_YOLO_WORDS, yolo, "{split}/images", "{split}/labels"), names="{split}/labels/classes.txt"
     ),
     "yolo: darknet": _of(
-        _YOLO._replace(flags=("no empty files",), shared=True),
+        _YOLO._replace(flags=("no empty files", "data is the file"), shared=True),
         *(yolo, "data/obj", "data/obj"),
         names="data/obj.names",
         lists="data/{split}.txt",

@@ -139,25 +139,6 @@ def test_equal_to_the_functional_network_in_training() -> None:
         assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
-def test_outputs_have_the_order_of_the_default_boxes() -> None:
-    """A head's bias of one shape shows up at the places of that shape, over rows and columns."""
-    model = SSD300("resnet18", 3, "none").eval()
-    with torch.no_grad():
-        for head in (*model.box_heads, *model.class_heads):
-            head.weight.zero_()
-            head.bias.zero_()
-        model.box_heads[1].bias[2 * 6 + 3] = 1.0  # second map; width of the fourth shape
-        model.class_heads[1].bias[1 * 6 + 5] = 2.0  # label 1 of the sixth shape
-        offsets, logits = model(torch.zeros(1, 3, 300, 300))
-    first = 4 * 38 * 38
-    expected = torch.zeros(4, 8732)
-    expected[2, first + 3 * 361 : first + 4 * 361] = 1.0
-    assert torch.equal(offsets[0], expected)
-    expected = torch.zeros(3, 8732)
-    expected[1, first + 5 * 361 : first + 6 * 361] = 2.0
-    assert torch.equal(logits[0], expected)
-
-
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
 def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
