@@ -639,6 +639,7 @@ def test_a_line_of_another_program_is_refused_at_once(examples: int) -> None:
         if "are not those of ssdctl" in problem:
             lines = problem.partition("\nhint:")[0].splitlines()[1:]
             assert all(": use " in line or ": leave it out" in line for line in lines), problem
+            assert f"error: {len(lines)} options are" in problem
         assert "Traceback" not in problem
         assert not problem or any(flag in problem for flag in flags), problem
         lists = [v for flag, *v in options if v[1:] and flag != "--evaluation"]  # counts from 0

@@ -13,7 +13,6 @@ from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store import PackedImages
 from ssdctl.errors import DataError
 
 INDEX_ONLY = PrepareConfig(pack=False)
@@ -57,34 +56,16 @@ def test_other_pixels_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> 
             assert packed.convert("RGB").getpixel((left + 5, 55)) == (255, 0, 0)
 
 
-PACKED = pytest.mark.parametrize(
-    "config", [PrepareConfig(shrink=310), PrepareConfig(encoding="raw"), PrepareConfig()]
-)
-
-
-@PACKED
-def test_new_labels_are_indexed_beside_the_packed_images(
-    dataset: Path, tmp_path: Path, config: PrepareConfig
+def test_packed_images_are_replaced_only_by_prepare(
+    dataset: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    """The originals are not needed."""
-    store = tmp_path / "store"
+    store, config = tmp_path / "store", PrepareConfig(shrink=310)
     prepare(dataset, store, config)
-    before = shards(store)
     with exports.edited(dataset / COCO) as document:
         document["annotations"].pop()
-    shutil.rmtree(dataset / "train2017")
-    train = open_dataset(dataset, store)["train"]
-    assert len(train.labels) == len(document["annotations"])
-    assert isinstance(train.images, PackedImages)
-    assert shards(store) == before
-
-
-@PACKED
-def test_packed_images_are_replaced_only_by_prepare(
-    dataset: Path, tmp_path: Path, cli: Cli, config: PrepareConfig
-) -> None:
-    store = tmp_path / "store"
-    prepare(dataset, store, config)
+    originals = (dataset / "train2017").rename(tmp_path / "elsewhere")
+    assert len(open_dataset(dataset, store)["train"].labels) == len(document["annotations"])
+    originals.rename(dataset / "train2017")
     before = {p: p.read_bytes() for p in store.iterdir() if p.name != ".lock"}
     with exports.edited(dataset / COCO) as document:
         gone = document["images"].pop()["id"]

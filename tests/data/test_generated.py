@@ -324,14 +324,15 @@ def check_options(world: World, tree: Tree, cache: Path) -> None:
     before = check_divided(world, tree, store, kept, is_grouped)
     edit = "add an image" if is_whole else "move a box"
     after = world if is_tool else edited(world._replace(edit=edit))
-    new = tree if is_tool else rewrite(after, tree)
-    for file in new.files:
-        file.touch()
     cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         if "read-only" in world.options:
             patch.setattr(store_folder, "is_writable", lambda path: cache in (path, *path.parents))
             patch.setenv("XDG_CACHE_HOME", str(cache))
+        assert dataset_folders(config.data)[1] == store, "its own store, as long as it fits"
+        new = tree if is_tool else rewrite(after, tree)
+        for file in new.files:
+            file.touch()
         root, used = dataset_folders(config.data)
         open_dataset(root, used)
         assert is_tool or ("read-only" in world.options) == (cache in used.parents)

@@ -21,7 +21,7 @@ from conftest import Result
 from data.formats.exports import edited
 from PIL import Image
 
-from ssdctl.config import PrepareConfig
+from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC, Conversion
 from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
@@ -33,6 +33,7 @@ from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_split
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, DiskError, UsageError
 
 BboxOf = Callable[..., list[float]]
@@ -206,7 +207,7 @@ def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from ssdctl.config import PrepareConfig
+from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.prepare import prepare
 image_check.CHUNK_BYTES, image_check.CHUNK_ROWS, image_check.TASK_IMAGES = 60_000, 4, 2
@@ -454,3 +455,18 @@ def test_a_full_disk_is_seen_before_the_first_byte(
         assert "--no-pack" in (error.value.hint or "")
         assert not list(full.glob("images-*"))
     prepare(dataset, full, INDEX_ONLY)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/data", "https://bob:hunter2@host/data?sig=x", "gs://b"]
+)
+def test_urls_are_refused_with_a_way_that_works(url: str) -> None:
+    for config in (DataConfig(root=url), DataConfig(root="here", store=url)):
+        with pytest.raises(UsageError) as error:
+            dataset_folders(config)
+        option = "--store" if config.store else "--data"
+        assert option in str(error.value)
+        assert url.partition("?")[0].replace("bob:hunter2", "***") in str(error.value)
+        assert "hunter2" not in str(error.value)
+        assert "mount" in (error.value.hint or "")
+    assert dataset_folders(DataConfig(root="a:b/c"))[0] == Path("a:b/c")

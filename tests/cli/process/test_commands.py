@@ -225,21 +225,6 @@ def test_a_signal_ends_a_command_without_leaving_files(
     assert not list(tmp_path.glob("ssdctl-*"))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("module", ["ssdctl.cli", "ssdctl.config.settings"])
-def test_a_signal_while_it_starts_shows_no_traceback(module: str, sent: signal.Signals) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "show"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stderr is not None
-    for line in running.stderr:
-        if line.rpartition("|")[2].strip() == module:
-            break
-    running.send_signal(sent)
-    _, rest = running.communicate(timeout=60)
-    assert running.returncode in (-sent, 130 if sent == signal.SIGINT else ExitCode.STOPPED)
-    assert "Traceback" not in rest
-
-
 @pytest.mark.slow(in_ci=True)
 def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
     """The kernel ignores SIGTERM for it if there is no handler, and the device stays in use."""

@@ -114,15 +114,3 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
         "--device", "cpu", "--fp32", "--workers", 1,
     )  # fmt: skip
     result.expect(0, "nvidia_ssdpyt_amp_200703.pt")
-
-
-def test_without_network_the_error_names_url_and_folder(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    serve_at("http://127.0.0.1:9/x", monkeypatch)
-    monkeypatch.setenv("SSDCTL_DOWNLOAD__TIMEOUT", "1")
-    result = export(cli, "ssd300-vgg16-coco", "mlperf")
-    named = str(tmp_path / "torch/hub/checkpoints/ssd300_vgg16_coco-b556d3b4.pth")
-    result.expect(4, "http://127.0.0.1:9/x/ssd300_vgg16_coco-b556d3b4.pth", named)
-    export(cli, "ssd300-vgg16-cocoo", "onnx").expect(2, "ssd300-vgg16-coco")

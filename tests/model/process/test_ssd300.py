@@ -126,19 +126,6 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
         assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
-@pytest.mark.slow(in_ci=True)
-def test_equal_to_the_functional_network_in_training() -> None:
-    """With the batch's statistics."""
-    model = with_lively_weights("resnet18", "batch").train()
-    images = torch.randn(2, 3, 300, 300, dtype=torch.float64)
-    state = {k: v.clone() for k, v in to_third_party(model.state_dict(), "nvidia").items()}
-    with torch.inference_mode():
-        actual = model(images)
-        expected = reference.Network(state, "nvidia", training=True)(images)
-    for own, other in zip(actual, expected, strict=True):
-        assert (own - other).abs().max() <= 1e-10 * other.abs().max()
-
-
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
 def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
