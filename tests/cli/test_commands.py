@@ -69,7 +69,6 @@ MISTAKES = [
     ("launch --tpus 4 --tpu-version v3 --bs 100 --dry-run", 2, "--bs 96 is a multiple of 8"),
     ("launch --gpus 8 --warmup 1200 --dry-run", 2, "--warmup 1200st"),
     ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
-    ("launch --cpus 2 -- launch --cpus 2", 2, "'launch'"),
     ("launch --cpus 2 -- train --resume a.pt", 2, "leave out the word train"),
     ("launch --cpus 2 -- predict a.pt a.jpg", 2, "predict does not share its work among ranks"),
     # Options before -- are train's, and train is not what is launched.

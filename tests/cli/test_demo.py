@@ -24,12 +24,6 @@ def test_steps_follow_from_the_speed(step_s: float, left_s: float, fewest: int, 
     assert total_s <= left_s or steps == demo.USEFUL_STEPS
 
 
-def test_held_out_images_have_several_objects(shapes: Path) -> None:
-    images = demo.held_out_images(shapes)
-    assert 1 < len(images) == len(set(images)) <= 4
-    assert all(image.is_file() and image.parent.name == "val2017" for image in images)
-
-
 def test_an_interrupted_demo_keeps_its_number_of_steps(tmp_path: Path) -> None:
     assert demo.steps_of_run(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()

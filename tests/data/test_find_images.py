@@ -16,8 +16,6 @@ from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.errors import DataError
 
-SIZE = (100, 50)
-
 
 def coco(names: str) -> str:
     images = [
@@ -240,16 +238,10 @@ def test_frames_of_many_videos_are_found_fast() -> None:
         assert [f and f.file for f in finder.find([Wanted(f) for f in same], Path())] == files
 
 
-CAM1 = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
 NOTED = [
     ("pics/a.jpg", {"a.csv": csv("/home/me/a.jpg")}, "'/home/me/a.jpg' to pics/a.jpg"),
     ("pics/A.JPG", {"a.csv": csv("a.jpg")}, "'a.jpg' to pics/A.JPG"),
     ("train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")}, "(train: 1, val: 1)"),
-    (
-        "images/train/cam1/0.png",
-        {"data.yaml": "names: [x]\ntrain: images/train\n", **CAM1},
-        "labels/train/0.txt",
-    ),
     (*CASES["data.yaml with another word"][:2], "../valid"),
 ]
 

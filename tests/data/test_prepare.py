@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 from conftest import Result
 from data.formats.exports import edited
+from data.samples import encoded
 from PIL import Image
 
 from ssdctl.config import DataConfig, PrepareConfig
@@ -433,6 +434,20 @@ def test_decoded_pixels_are_a_view_of_the_file(dataset: Path, store: Path, tmp_p
     export_dataset(open_dataset(dataset, store), tmp_path / "out", "coco")
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(3), pixels)
+
+
+@BOTH
+def test_a_turned_image_without_size(dataset: Path, store: Path, config: PrepareConfig) -> None:
+    image = dataset / "train2017/000000000001.jpg"
+    image.write_bytes(encoded(Image.open(image).convert("RGB"), turn=6))
+    with edited(dataset / TRAIN) as document:
+        size = {side: document["images"][0].pop(side) for side in ("width", "height")}
+    train = prepare(dataset, store, config).splits[0]
+    assert "size is not annotated" in next(f.detail for f in train.findings if "EXIF" in f.detail)
+    assert any("without annotated size, read as stored: 1." in text for text in train.warnings)
+    with edited(dataset / TRAIN) as document:
+        document["images"][0] |= size
+    assert not any("EXIF" in text for text in prepare(dataset, store, config).splits[0].warnings)
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(

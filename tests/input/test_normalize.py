@@ -15,7 +15,6 @@ from ssdctl.model.backbones import RESNET
 MEAN, STD = RESNET.mean, RESNET.std
 normalize = Normalize(MEAN, STD)
 FACTORS = st.floats(0.5, 1.5)
-TURNS = st.floats(-math.pi, math.pi)
 IDENTITY = (1.0, 1.0, 1.0, 0.0)
 
 

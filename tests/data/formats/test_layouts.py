@@ -246,15 +246,6 @@ def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:
-    toml = '[train]\nimages = "train"\nannotations = "a.json"\n'
-    exports.tree(tmp_path, {"train/a.png": None, "dataset.toml": toml})
-    os.mkfifo(tmp_path / "a.json")
-    assert "a.json" in refused(cli, "prepare", "--data", tmp_path)
-    (tmp_path / "dataset.toml").unlink()
-    refused(cli, "prepare", "--data", tmp_path)
-
-
 @pytest.mark.parametrize("flag", ["1", "TRUE", "1.0"])
 def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -> None:
     exports.open_images(tmp_path)

@@ -142,13 +142,6 @@ def test_other_json_files_are_not_taken_for_create_mls(tmp_path: Path) -> None:
     assert boxes_of(splits) == {"a.png": [("nut", BOX)]}
 
 
-@pytest.mark.parametrize("make", [exports.via_json, exports.createml_json, exports.labelme_json])
-def test_labels_are_found_among_many_json_files(tmp_path: Path, make: Any) -> None:
-    folder = next(make(tmp_path).rglob("*.json")).parent
-    exports.tree(folder, {f".{n}.json": "{}" for n in range(60)})
-    assert {*find(tmp_path)[1].read(tmp_path)} == {"train", "val"}
-
-
 @pytest.mark.parametrize(
     ("source", "content"),
     [

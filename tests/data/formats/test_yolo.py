@@ -60,6 +60,14 @@ def test_where_images_are(
     assert (boxes_of(splits, "val") if val else {}) == dict.fromkeys(images[1], expected)
 
 
+def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
+    yolo(tmp_path, {"images/a.jpg": BOX})
+    tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
+    (note,) = read(tmp_path)["train"].notes  # c has no box to lose
+    assert "left out: 1, such as" in note
+    assert "labels/b.txt" in note
+
+
 def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
     yolo(tmp_path / "other", {"images/a.jpg": BOX}, None)
     files = {"images/._a.jpg": "\0", "labels/x": "", "data.yaml": "train: images\nnames: [cat]\n"}
@@ -118,7 +126,6 @@ def test_what_is_broken_is_named(tmp_path: Path, line: str | None, words: str) -
     ("name", "data"),
     [
         ("obj.names", None),
-        ("my.names", None),
         ("cfg/my.names", None),
         ("x/my.names", "names = y/my.names"),
     ],
