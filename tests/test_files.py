@@ -100,6 +100,10 @@ def test_power_failures_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "link", functools.partial(refuse, errno.EPERM))
     link_or_copy(tmp_path / "file", tmp_path / "copied")
     assert calls == ["fsync 5", "rename", "fsync folder"]
+    calls.clear()
+    part = PartialFile(tmp_path / "download", 9, 1)
+    part.publish(tmp_path / "download")
+    assert calls == ["fsync 9", "rename", "fsync folder"]
 
 
 @pytest.mark.parametrize("name", ["ESTALE", "EIO", "EROFS", "EFBIG", "ENOSPC", "EINVAL"])

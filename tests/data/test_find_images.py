@@ -171,12 +171,6 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         {"classes.txt": "x", "labels/a.txt": YOLO, "images/a.txt": f"{YOLO}\n{YOLO}"},
         ("labels/a.txt", "images/a.txt"),
     ),
-    "stale data.yaml": (
-        "images/a.jpg",
-        {"data.yaml": "names: [x]\ntrain: old/train/images\nval: old/val/images"}
-        | {"labels/a.txt": YOLO},
-        ("old/train/images",),
-    ),
     "CSV of all and more": (
         "images/a.jpg images/b.jpg",
         {"all.csv": csv("a.jpg b.jpg"), "train.csv": csv("a.jpg")},

@@ -169,6 +169,16 @@ def test_labels_are_not_written_into_a_dataset(
         assert ("in the dataset" in result.err) == is_read, result.err
 
 
+@pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
+def test_names_in_two_forms_of_unicode_stay_apart(target: str, cli: Cli) -> None:
+    names = ("a/\u00e4", "b/a\u0308")
+    labels = {f"labels/{name}.txt": "0 .5 .5 .2 .4" for name in names}
+    exports.tree(Path("data"), {"classes.txt": "x", **labels})
+    exports.tree(Path("data"), {f"images/{name}.jpg": None for name in names})
+    cli("dataset", "export", "data", "--to", target, "--out", "out").expect(0)
+    cli("prepare", "--data", "out", "--no-pack", "--split", "0.5").expect(0)
+
+
 def test_a_parquet_dataset_for_hugging_face(crowded: Path, cli: Cli) -> None:
     from pyarrow import parquet
 
