@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
+from PIL import Image
 
 import ssdctl
 from ssdctl.errors import ExitCode
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
+DEAD = "0123456789ab.999999999.tmp"  # the end of the name of what a killed process left
 
 
 def process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -240,6 +242,30 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
             assert outer.wait(30) == ExitCode.STOPPED
         finally:
             outer.kill()
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("export CHECKPOINT --format safetensors --out out/x", "out/.x."),
+        ("report RUN --out out/x", "out/.x."),
+        ("predict CHECKPOINT a.png --out out", "out/.a.png."),
+        ("predict CHECKPOINT a.png --save yolo --out out", "out/labels/.a.txt."),
+        ("dataset export DATA --to yolo --out out/x", "out/.x.partial/"),
+    ],
+)
+def test_the_next_command_removes_what_a_killed_one_left(
+    command: str, file: str, tiny_run: Path, checkpoint: Path, shapes: Path, cli: Cli
+) -> None:
+    Image.new("RGB", (40, 30)).save("a.png")
+    left, other = Path(file + DEAD), Path(f"out/notes.{DEAD}")
+    left.parent.mkdir(parents=True)
+    left.touch()
+    other.touch()
+    names = {"RUN": tiny_run, "CHECKPOINT": checkpoint, "DATA": shapes}
+    cli(*(names.get(word, word) for word in command.split())).expect(0)
+    assert not left.exists()
+    assert other.exists()
 
 
 @pytest.fixture

@@ -68,6 +68,16 @@ def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     assert "labels/b.txt" in note
 
 
+@pytest.mark.parametrize("train", ["images/train", "images/train/list.txt"])
+def test_labeled_images_that_no_split_names_are_counted(train: str, tmp_path: Path) -> None:
+    images = dict.fromkeys(("images/train/a.jpg", "images/more/b.jpg"), BOX)
+    yolo(tmp_path, images, f"train: {train}\nnames: [cat]\n")
+    tree(tmp_path, {"images/train/list.txt": "a.jpg\n", "labels/train/c.txt": BOX})
+    without, unnamed = sorted(read(tmp_path)["train"].notes)
+    assert "labels/train/c.txt" in without
+    assert "images/more/b.jpg" in unnamed
+
+
 def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
     yolo(tmp_path / "other", {"images/a.jpg": BOX}, None)
     files = {"images/._a.jpg": "\0", "labels/x": "", "data.yaml": "train: images\nnames: [cat]\n"}
