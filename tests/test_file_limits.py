@@ -1,4 +1,4 @@
-"""Files of gigabytes, and names of megabytes, where small ones belong: one error, little memory.
+"""Files of gigabytes where small ones belong: one error, little memory.
 
 The large files are sparse: they take no space and no time to write.
 """

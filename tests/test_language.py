@@ -12,9 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from ssdctl.runtime import plugins
 from ssdctl.training.observers.trackers import BUILT_IN
 
 if sys.version_info >= (3, 11):
@@ -63,33 +60,6 @@ def test_no_import_circle() -> None:
     found = {name for name, text in texts.items() if re.search(hidden, text)}
     # A method that is a public function of the package, in a layer above.
     assert found == {"ssdctl.runs.run"}
-
-
-def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
-    """`plugins.load` imports by name, which import-linter does not see."""
-    loads = set[tuple[str, str]]()
-    for module, path in PATHS.items():
-        owner, text = ".".join(module.split(".")[:2]), path.read_text(encoding="utf-8")
-        loads |= {(owner, kind) for kind in re.findall(r"plugins\.load\(([A-Z]+)", text)}
-    loads.remove(("ssdctl.config", "BACKBONES"))  # constants of a backbone, which need no torch
-    loads.remove(("ssdctl.config", "DEVICES"))  # only those of other packages
-    assert len(loads) == len(plugins.KINDS)
-    assert [
-        load for load in loads if not getattr(plugins, load[1]).package.startswith(load[0])
-    ] == []
-
-
-@pytest.mark.parametrize(("module", "most"), [("step", 20), ("trainer", 90)])
-def test_a_reader_of_the_step_and_the_loop_needs_few_modules(module: str, most: int) -> None:
-    """The modules that importing it leads to; packages count only where they are imported from."""
-    start = f"ssdctl.training.{module}"
-    found, waiting = set[str](), [start]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += _imports(ast.parse(PATHS[name].read_text(encoding="utf-8")).body)
-    assert 10 < len(found - {start}) <= most
 
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.html")]

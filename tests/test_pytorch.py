@@ -65,13 +65,6 @@ def test_items_are_the_annotated_images(shapes: Path) -> None:
         dataset[len(dataset)]
 
 
-def test_a_dataset_is_read_from_any_folder(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(dataset.parent)
-    items = ssdctl.Dataset(dataset.name, "val")
-    monkeypatch.chdir("/")
-    assert items[0][0].ndim == 3
-
-
 def test_targets_have_areas_and_crowds(dataset: Path) -> None:
     path = dataset / "annotations/instances_val2017.json"
     document = json.loads(path.read_text())

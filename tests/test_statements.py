@@ -8,11 +8,10 @@ import re
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli.test_command_lines import read
-from pages import PAGES, ROOT, every_page, prose, spans, words_of
+from pages import ROOT, every_page, prose, spans, words_of
 
 import ssdctl
 from ssdctl.cli.main import click_root
@@ -104,35 +103,6 @@ def test_columns_of_the_store() -> None:
             kind_in_file = re.sub(r"(?:fixed_size_|large_)?list<\w+: ", "list<", kind_in_file)
             kind_in_file = re.sub(r"(list<)+(\w+).*", r"list<\2>", kind_in_file)
             assert words == re.sub(r"\bfloat\b", "float32", kind_in_file), name
-
-
-def _value(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text.lower() or "true"  # of an option without a value
-
-
-def defaults_in(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the options that a page gives a default: `--x` (600), `--x N`, 128 by default, `--x` (the default)."""
-    yield from re.findall(r"`(--[\w-]+) ?(\w*)` \(the default\)", text)
-    yield from re.findall(r"`(--[\w-]+)[^`]*` \(([\d,.]+)\)", text)
-    yield from re.findall(r"`(--[\w-]+) [A-Z]+`,\s+([\d,.]+)\s+by\s+default", text)
-
-
-def test_defaults_are_those_of_the_options() -> None:
-    options: dict[str, set[Any]] = {}
-    for command in click_root().commands.values():
-        for parameter in getattr(command, "params", []):
-            for note in re.findall(r"\[default: ([\d.]+)\]", parameter.help or "") or [None]:
-                options.setdefault(parameter.opts[-1], set()).add(note or parameter.default)
-    for setting in all_settings().values():
-        options.setdefault(setting.flags[0], set()).add(setting.default)
-    found = [pair for page in PAGES for pair in defaults_in(prose(page))]
-    assert len(found) > 1
-    for flag, text in found:
-        values = {_value(str(value)) for value in options[flag]}
-        assert _value(text.replace(",", "")) in values, (flag, text, options[flag])
 
 
 def test_exit_codes_are_those_of_the_code() -> None:

@@ -54,15 +54,6 @@ def test_mode_and_recipe_cache_are_set_before_the_import(calls: list[str], tmp_p
         open_device("hpu", execution="lazy")
 
 
-def test_a_cache_folder_that_others_control_is_not_used(calls: list[str], tmp_path: Path) -> None:
-    root = tmp_path / f"ssdctl-{os.getuid()}"
-    root.mkdir()
-    root.chmod(0o777)
-    device = open_device("hpu")
-    assert hpu.RECIPES not in os.environ
-    assert any(hpu.RECIPES in notice for notice in device.notices)
-
-
 @pytest.mark.parametrize(
     ("release", "execution"), [("1.21.0.555", "lazy"), ("1.22.1.6", "compile"), (None, "lazy")]
 )

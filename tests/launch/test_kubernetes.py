@@ -14,7 +14,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from conftest import Cli
 from launch import plans
 from launch.plans import IN_A_POD
@@ -172,20 +171,6 @@ def test_voyager(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"--mca plm_rsh_args '{ssh}' --hostfile" in line
 
 
-def test_one_pod_for_a_download(cli: Cli) -> None:
-    Path("ssdctl.toml").write_text(VOYAGER + "[download]\nconnections = 16\n")
-    plan = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")
-    (container,) = containers(checked(plan["manifest"])).values()
-    assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest=/work/coco"]
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert resolve(environment=environment, default_file=False).download.connections == 16
-    assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
-    plan = planned(cli, "--cpus", 8, "--", "evaluate", "/work/runs/first")
-    (container,) = containers(checked(plan["manifest"])).values()
-    assert container["resources"]["limits"]["cpu"] == "95"
-    assert "/dev/shm" not in [m["mountPath"] for m in container["volumeMounts"]]  # hostIPC
-
-
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
     """The launcher waits for all workers: one failed download must not fail a worker."""
     sidecar = {"name": "sidecar", "image": "b"}
@@ -252,14 +237,6 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     for text in ("", "metadata:\nspec:\n"):
         Path("patch.yaml").write_text(text)
         cli(*arguments).expect(0)
-
-
-def test_a_dry_run_shows_the_manifest_with_what_is_missing(cli: Cli) -> None:
-    result = cli("launch", "--hpus", 8, "--cluster", "voyager", "--dry-run").expect(0)
-    assert yaml.safe_load(result.out)["kind"] == "Job"
-    for word in ("kubernetes.install", "--out"):
-        assert word in result.err
-    assert cli("launch", "--hpus", 8, "--cluster", "voyager", "--write", "job.yaml").code == 2
 
 
 def test_only_crashes_are_tried_again() -> None:

@@ -267,14 +267,6 @@ def test_unexpected_output_of_kubectl(answer: str, before: int, set_answers: Set
     assert len(str(caught.value)) < 1000
 
 
-def test_fields_that_kubectl_may_leave_out(set_answers: SetAnswers) -> None:
-    bare = (0, '{"items": [{"metadata": {"name": "a"}}]}', "")
-    empty = (0, '{"items": [{"metadata": {"name": "a"}, "status": {"phase": "Failed"}}]}', "")
-    log = (0, "step 1\n", "")
-    set_answers([bare, (0, "{}", ""), empty, log, status("Failed"), empty])
-    assert follow("job.batch/a") == (8, ["step 1\n"])
-
-
 @pytest.mark.parametrize("plan", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
 @pytest.mark.parametrize("answer", ["", "--all", "\x1b]0;a\x07"])
 def test_an_engine_that_prints_no_id(plan: Job, answer: str, set_answers: SetAnswers) -> None:

@@ -83,16 +83,6 @@ def test_a_damaged_line_is_refused_by_name_and_dropped_by_a_resume(
     assert "0.250" in report(cli, run)
 
 
-def test_scores_that_a_run_lacks_are_left_out(tmp_path: Path, cli: Cli) -> None:
-    scores = dict.fromkeys(("AP", "AP50", "AP75"), 0.625)
-    runs = [
-        make_run(tmp_path / name, json.dumps(record("eval", 4, **scores)).encode()) for name in "ab"
-    ]
-    assert "0.625" in report(cli, runs[0])
-    cli("report", *runs, "--out", tmp_path / "both.html").expect(0)
-    assert "0.625" in (tmp_path / "both.html").read_text()
-
-
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run", b'{"kind": "train"')
     path = run / "metrics.jsonl"

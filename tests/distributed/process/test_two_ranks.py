@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from helpers import assert_same_state, last, records, run_ranks, run_script, start_script, wait_for
+from helpers import last, records, run_ranks, run_script, start_script, wait_for
 
 from ssdctl.distributed import free_port
 from ssdctl.model.backbones import find_backbone
@@ -203,26 +203,6 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
     ranks = run_ranks(2, COMMAND, "train", "--data", data, *options)
     check_end(ranks, tmp_path / "run", 3, image.name)
-
-
-@pytest.mark.slow(in_ci=True)
-def test_averaged_statistics_of_ranks_are_not_averaged_again(shapes: Path, tmp_path: Path) -> None:
-    """A kill after the checkpoint loses its evaluation's line; (a + ... + a) / 6 is not a."""
-    options = ["--data", shapes, *TINY_RUN.split(), "--steps", 4, "--eval-every", "2st"]
-    options += ["--extra-norm", "batch", "--keep", 5]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert {r.code for r in run_ranks(6, COMMAND, "train", *options, "--out", whole)} == {0}
-    shutil.copytree(whole, stopped, symlinks=True)
-    for name in ("step-*0[34].pt", "last.pt", "best.pt", "evaluation-*"):
-        for path in (stopped / "checkpoints").glob(name):
-            path.unlink()
-    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [s for s in lines if json.loads(s)["step"] <= 2 and json.loads(s)["kind"] != "eval"]
-    (stopped / "metrics.jsonl").write_text("".join(kept))
-    ranks = run_ranks(6, COMMAND, "train", *options, "--out", stopped)
-    assert {rank.code for rank in ranks} == {0}, ranks
-    assert [record["step"] for record in records(stopped, "eval")] == [2, 4]
-    assert_same_state(last(stopped), last(whole))
 
 
 def check_end(ranks: list[Result], run: Path, code: int, words: str) -> None:

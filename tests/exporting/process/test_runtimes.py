@@ -16,7 +16,6 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.data.shapes import generate
 from ssdctl.errors import IntegrityError
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
@@ -139,16 +138,6 @@ def test_without_the_extra(
     monkeypatch.setitem(sys.modules, kind, None)
     cli("export", checkpoint, "--format", kind, "--out", out).expect(2, f"pip install {kind}")
     assert not Path(out).exists()
-
-
-def test_images_to_compare_on(shapes: Path, tmp_path: Path) -> None:
-    """Those of the dataset's splits, or generated ones."""
-    few = tmp_path / "few"
-    generate(few, num_train=2, num_val=3)
-    for dataset in (shapes, few):
-        assert images_of(dataset, dataset / "prepared")[1] == str(dataset)
-    pixels, source = images_of(tmp_path, tmp_path / "prepared")
-    assert (pixels.shape, source) == ((5, 300, 300, 3), "generated shapes")
 
 
 def test_weights_that_are_nan_are_named(cli: Cli, checkpoint: Path) -> None:

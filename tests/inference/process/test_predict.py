@@ -330,17 +330,6 @@ def test_images_are_not_replaced_by_drawn_ones(predict: Cli) -> None:
     assert Path("b-2.jpg").read_bytes() == content
 
 
-def test_an_image_in_a_pipe_is_read_once(predict: Cli, image_file: Path) -> None:
-    for options in (["--out", "drawn"], ["--out", "new", "--save", "yolo"]):
-        reader, writer = os.pipe()
-        os.write(writer, image_file.read_bytes())
-        os.close(writer)
-        predict(f"/dev/fd/{reader}", image_file, *options).expect(0)
-        os.close(reader)
-    assert Path(f"new/images/{reader}.jpg").read_bytes() == image_file.read_bytes()
-    assert len([*Path("drawn").iterdir()]) == 3
-
-
 def test_chosen_classes(cli: Cli, predict: Cli, predictor: Predictor, image_file: Path) -> None:
     everything = predictor.predict(image_file)
     name, first = everything[-1].name, predictor.model.class_names[0]

@@ -1,7 +1,5 @@
 """Videos: every frame or every Nth one, annotated, with memory that does not grow."""
 
-import errno
-import io
 import json
 import resource
 import shutil
@@ -173,23 +171,6 @@ def test_a_truncated_file(cli: Cli, checkpoint: Path, image_files: list[Path], n
     Path(name).write_bytes(Path("whole.mkv").read_bytes()[:2500])
     result = cli("predict", checkpoint, name, "--out", "o", *COMMON)
     assert (result.code, name in result.err, Path("o/a.mp4").exists()) == (3, True, False)
-
-
-def test_a_read_error_in_the_middle_names_the_video(image_files: list[Path]) -> None:
-    class Failing(io.FileIO):
-        def read(self, size: int | None = -1) -> bytes:
-            if self.tell() > 40_000:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return super().read(size) or b""
-
-    write_video(Path("a.mkv"), image_files, 60)
-    assert Path("a.mkv").stat().st_size > 80_000
-    with (
-        Failing("a.mkv") as file,
-        av.open(file) as container,
-        pytest.raises(DataError, match=r"a\.mkv.*Stale"),
-    ):
-        list(Video(av, container, "a.mkv").frames())
 
 
 def test_a_playlist_is_not_a_video() -> None:

@@ -110,21 +110,6 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
         assert re.findall(r'class="command"><code tabindex="0">(.*?)</code>', page) == shown
 
 
-def test_a_home_folder_behind_a_link_is_not_named(
-    run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, volume = tmp_path / "alice", tmp_path / "volume/alice"
-    volume.mkdir(parents=True)
-    home.symlink_to(volume)
-    monkeypatch.setenv("HOME", str(home))
-    run.rename(volume / "first")
-    content = json.loads((home / "first/environment.json").read_text())
-    content |= {"folder": str(volume / "work"), "command": ["ssdctl", "train", str(home / "a")]}
-    (home / "first/environment.json").write_text(json.dumps(content))
-    for folder in (home, volume):
-        assert "alice" not in report(cli, folder / "first")
-
-
 def test_the_curves(page: str, tiny_run: Path) -> None:
     """Those of training have the same x; training and validation loss share a chart."""
     all_charts = script_data(page)["charts"]

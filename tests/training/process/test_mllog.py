@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Cli, run_cli
-from observed import plan_of, start_of, step_of
-
-from ssdctl.training.observers import Rewind
-from ssdctl.training.observers.mllog import MLLog
 
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
 OPTIONS = [
@@ -98,17 +94,3 @@ def test_the_log_of_a_resumed_run_continues(cli: Cli, shapes: Path, tmp_path: Pa
     assert [k for k in keys if k.startswith("run_")] == ["run_start", "run_stop"] * 2
     starts = [x["metadata"]["epoch_num"] for x in lines_of(path) if x["key"] == "epoch_start"]
     assert starts == [1, 2, 2, 3]
-
-
-def test_epochs_after_a_rollback_have_their_own_numbers(tmp_path: Path) -> None:
-    path, log = tmp_path / "log.txt", MLLog()
-    log.on_start(start_of(plan_of(80, batch_size=8, epochs=4, mllog=str(path))))
-    for last, steps in ((14, range(1, 15)), (20, range(9, 21))):
-        for step in steps:
-            log.on_step(step_of(step))
-        log.on_rewind(Rewind(8, last))
-    numbers = [
-        [line["metadata"]["epoch_num"] for line in lines_of(path) if line["key"] == key]
-        for key in ("epoch_start", "epoch_stop")
-    ]
-    assert numbers == [[1, 2, 1, 2]] * 2

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +14,15 @@ import pytest
 import torch
 from conftest import TINY, Cli
 from helpers import assert_same_state, last, records, start_script, train_command
-from tiny_network import batch, build_training
 
 import ssdctl
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
-from ssdctl.device import open_device
-from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.errors import Stopped
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations.ssd import color
 from ssdctl.runs.run import Run
 from ssdctl.training.observers import Step
-from ssdctl.training.throughput import StepProfiler
 from ssdctl.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -116,22 +111,6 @@ def test_overfitting_scores_what_it_trains_on(tmp_path: Path, train: Train, data
     train("--overfit", 2, "--steps", 1, data=dataset)
     about = json.loads((tmp_path / "run/evaluation.json").read_text())["about"]
     assert (about["images"], about["split"]) == (2, "train")
-
-
-@pytest.mark.slow(in_ci=True)
-def test_average_of_the_weights(tmp_path: Path, train: Train) -> None:
-    """It is evaluated; training continues from the weights themselves, resumed or not."""
-    plain, averaged, straight = (tmp_path / name for name in ("plain", "averaged", "straight"))
-    train("--lr", "1e-2", "--steps", 4, out=plain)
-    for steps in (2, 4):
-        train("--lr", "1e-2", "--steps", steps, "--ema", 0.5, out=averaged)
-    actual, expected = last(averaged), last(plain)
-    assert actual.trained is not None
-    assert_same_state(replace(actual, model=actual.trained), expected)
-    name = "box_heads.0.weight"
-    assert not torch.equal(actual.model[name], actual.trained[name])
-    train("--lr", "1e-2", "--steps", 4, "--ema", 0.5, out=straight)
-    assert_same_state(actual, last(straight))
 
 
 def test_writes_tensorboard(tmp_path: Path, train: Train) -> None:
@@ -267,15 +246,3 @@ def test_profile_contains_the_steps_from_first_to_last(tmp_path: Path, train: Tr
     table = (run / "profile/table.txt").read_text()
     assert "aten::convolution_backward" in table
     assert "wait: next batch" in table
-
-
-def test_profile_ends_with_the_run(tmp_path: Path) -> None:
-    device = open_device("cpu")
-    _, _, step = build_training(device)
-    profiler = StepProfiler("2,9", tmp_path, device, SINGLE_PROCESS)
-    for number in (1, 2, 3):
-        profiler.before(number)
-        step([batch()], 1e-3)
-        profiler.after(number, is_last=number == 3)
-        assert (tmp_path / "trace.json").exists() == (number == 3)
-    assert not list(tmp_path.rglob("*.tmp"))
