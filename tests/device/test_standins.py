@@ -1,5 +1,4 @@
-"""Gaudi, and TPU v4 and newer, with recording fakes of their packages (tests/standin, tests/standin_tpu):
-no card and no chip was available."""
+"""Gaudi, and TPU v4 and newer, with recording fakes of their packages (tests/standin, tests/standin_tpu)."""
 
 import os
 import sys

@@ -1,13 +1,11 @@
 """Boxes and labels on images: their colors, places and sizes."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageColor, ImageDraw
+from PIL import Image, ImageColor
 
 from ssdctl.data.drawing import class_color, draw
 
@@ -35,30 +33,6 @@ def drawn(
 
 def pixels_of(image: Image.Image, label: int) -> int:
     return int((np.asarray(image) == ImageColor.getrgb(class_color(label))).all(axis=2).sum())
-
-
-def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve boxes almost in the same place."""
-    places: list[tuple[float, ...]] = []  # rectangles that are filled
-    original = ImageDraw.ImageDraw.rectangle
-
-    def rectangle(self: ImageDraw.ImageDraw, place: tuple[float, ...], **options: object) -> None:
-        if options.get("fill"):
-            places.append(place)
-        original(self, place, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ImageDraw.ImageDraw, "rectangle", rectangle)
-    boxes = [
-        Labeled((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1)
-        for n in range(12)
-    ]
-    pixels = np.asarray(drawn((640, 480), boxes))
-    assert len(places) == 12
-    for left, top, right, bottom in places:  # the text is in it
-        inside = pixels[int(top) + 2 : int(bottom) - 1, int(left) + 2 : int(right) - 1]
-        assert len(np.unique(inside.reshape(-1, 3), axis=0)) > 5
-    for a, b in itertools.combinations(places, 2):
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
 
 
 def test_style_hides_names_and_scores_and_sets_the_line() -> None:

@@ -1,6 +1,4 @@
-"""ONNX files in place of checkpoints: thresholds of the NMS in the graph, fixed batches; files of other
-programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
-real network: tests/exporting/process/test_runtimes.py."""
+"""ONNX files in place of checkpoints. The graphs are small and return constants."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,5 @@
-"""Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
-
-There is no cluster: `kubectl` is a small program that records its calls.
-golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, golden/kubernetes-jobs.json
-that of batch/v1's JobSpec: without descriptions, and without the parts of pods that the first one has.
+"""Manifests, checked against schemas: golden/mpijob-v2beta1.json is that of kubeflow.org/v2beta1 MPIJobs,
+golden/kubernetes-jobs.json that of batch/v1's JobSpec, without the parts of pods that the first one has.
 """
 
 import json

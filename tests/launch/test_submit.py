@@ -1,8 +1,4 @@
-"""Submit a job to an engine and follow it: the engines' clients are small programs that print what
-the real ones print if a controller is unavailable, a job is unknown, or its end is unusual.
-
-Slurm itself runs in test_slurm.py, where it is installed.
-"""
+"""Submit a job and follow it: the engines' clients are small programs that print what the real ones do."""
 
 import dataclasses
 import json

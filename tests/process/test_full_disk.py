@@ -1,8 +1,4 @@
-"""Every file that a command writes may meet a full disk: exit 6, nothing half written, and the same
-command goes on once there is space.
-
-The k-th file that is opened for writing is /dev/full, where the kernel refuses each byte.
-"""
+"""A full disk for each file that a command writes: the k-th one is /dev/full, which refuses each byte."""
 
 import os
 import shutil

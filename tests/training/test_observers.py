@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
 from ssdctl.training.observers.display import FIRST_STEPS, Pace
-from ssdctl.training.observers.services import _key, mlflow, wandb
+from ssdctl.training.observers.services import _key, mlflow
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
     Metrics,
@@ -234,13 +233,6 @@ def test_mlflow_without_a_server_names_the_remedy(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "other://host")
     with pytest.raises(Exception, match="pip install mlflow"):
         mlflow(tracked(tmp_path)).open()
-
-
-def test_a_class_named_step_is_not_the_step_of_wandb(tmp_path: Path) -> None:
-    tracker, logged = wandb(tracked(tmp_path)), list[dict[str, float]]()
-    tracker._run = SimpleNamespace(log=logged.append)
-    tracker.metrics(Metrics("class_AP", 7, {"step": 0.5}))
-    assert sorted(logged[0].values()) == [0.5, 7]
 
 
 PLAN = plan_of(80, batch_size=8, epochs=10)  # 100 steps

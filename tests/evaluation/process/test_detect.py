@@ -1,6 +1,4 @@
-"""Detection over a split: every image once, for all batch sizes and numbers of ranks; bad outputs
-are named. Classes are matched by name: a new export may renumber and reorder them. The validation loss
-does not depend on the batches either."""
+"""Detection over a split, whose classes are matched by name, and the validation loss."""
 
 import json
 import shlex

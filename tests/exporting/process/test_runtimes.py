@@ -1,5 +1,4 @@
-"""Files for other runtimes give PyTorch's boxes and AP there, for any batch; a wrong one is not
-written."""
+"""Files for other runtimes; test_random_exports.py compares their outputs with PyTorch's."""
 
 import json
 import subprocess

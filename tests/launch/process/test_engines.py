@@ -1,7 +1,4 @@
-"""`ssdctl launch` on real engines: the same images, no conflict, no remains, named failures.
-
-Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
-"""
+"""`ssdctl launch` by torchrun and Open MPI. Most ranks are a small program in place of a training."""
 
 import contextlib
 import json

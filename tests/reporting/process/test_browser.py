@@ -1,5 +1,4 @@
-"""The report in a real browser: no script error, no network request, nothing cut off at
-1280 and 390 pixels."""
+"""The report in a real browser."""
 
 import html
 import importlib.resources

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 
 def steps(run: Path, kind: str = "train") -> list[int]:
     return [record["step"] for record in records(run, kind)]
-
-
-def same_weights(file: Path, weights: Mapping[str, torch.Tensor]) -> bool:
-    now = load_checkpoint(file).model
-    return all(torch.equal(weights[name], now[name]) for name in weights)
 
 
 @pytest.mark.usefixtures("run")
