@@ -1,8 +1,5 @@
 """The Python API: the same work, settings and errors as the commands."""
 
-import ast
-import inspect
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -15,8 +12,7 @@ import pytest
 from conftest import Cli
 
 import ssdctl
-from ssdctl.config.call import hints_in_messages, keywords_of
-from ssdctl.config.settings import all_settings
+from ssdctl.config.call import hints_in_messages
 from ssdctl.errors import DataError, UsageError
 
 
@@ -99,30 +95,6 @@ def test_errors_name_keywords_or_options(written: str, shown: str | None) -> Non
     assert str(caught.value) == f"{shown}\nhint: {shown}"
     assert caught.value.hint == caught.value.message == shown
     assert caught.value.for_command_line() == (written, written)
-
-
-# Options of other programs, of commands that Python does not have, and `--set KEY=VALUE`.
-COMMANDS_ONLY = {
-    *("dest", "preview", "allow-dropped", "save-media", "recursive", "list", "deps", "set")
-}
-
-
-def test_options_in_errors_are_keywords_or_settings() -> None:
-    """Those that Python shows: `--bs 4` must not become an unknown keyword."""
-    functions = [getattr(ssdctl, name) for name in ssdctl.__all__]
-    known = {name for f in functions if callable(f) for name in inspect.signature(f).parameters}
-    known |= {path.rpartition(".")[2] for path in all_settings()}
-    named = set()
-    for path in Path(ssdctl.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        raised = [n for n in ast.walk(tree) if isinstance(n, ast.Raise)]
-        is_shown = path.parent.name not in ("cli", "launch", "engines", "doctor", "config")
-        for node in itertools.chain.from_iterable(map(ast.walk, raised if is_shown else [])):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named |= set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", node.value))
-    shown = {keywords_of(f"--{name}", {}).strip("`") for name in named - COMMANDS_ONLY}
-    assert len(shown) > 30
-    assert shown - known == set()
 
 
 def test_a_folder_in_a_hint_is_a_value(dataset: Path) -> None:

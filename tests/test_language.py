@@ -5,23 +5,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import itertools
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ssdctl.training.observers.trackers import BUILT_IN
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ssdctl"
-
-
 PATHS = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
     for p in PACKAGE.rglob("*.py")
@@ -60,20 +49,6 @@ def test_remedies_do_not_install_ssdctl_from_an_index() -> None:
     matches = [(name, match[0]) for name, text in texts for match in re.finditer(pattern, text)]
     assert len(texts) > 100
     assert matches == []
-
-
-def test_packages_that_messages_name_are_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].values()
-    lines = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
-    declared = {re.findall(r"[\w-]+", line)[0] for line in lines}
-    named = set()
-    for path in PATHS.values():
-        for call in re.findall(r"(?:missing|import)_package\(([^)]*)\)", path.read_text("utf-8")):
-            named |= set(re.findall(r'"([\w-]+)[".]', call))
-    named |= {*BUILT_IN.values()}
-    assert {"onnx", "safetensors", "av"} <= named
-    assert named <= declared
 
 
 def test_functions_are_short() -> None:

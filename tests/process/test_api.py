@@ -17,7 +17,7 @@ from conftest import TINY, Cli
 
 import ssdctl
 from ssdctl.errors import UsageError
-from ssdctl.training.observers import Detected, End, Saved, Scored, Start, Step, Summary
+from ssdctl.training.observers import Step, Summary
 
 OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
 
@@ -137,9 +137,6 @@ class Diary(ssdctl.Observer):
         self.notes: list[tuple[str, int]] = []
         self.losses: list[float] = []
 
-    def on_start(self, start: Start) -> None:
-        self.notes.append(("start", start.step))
-
     def on_step(self, step: Step) -> None:
         self.notes.append(("step", step.step))
         if step.metrics is not None:
@@ -148,17 +145,11 @@ class Diary(ssdctl.Observer):
     def on_evaluation_start(self, step: int) -> None:
         self.notes.append(("detecting", step))
 
-    def on_detections(self, detected: Detected) -> None:
-        self.notes.append(("detections", detected.step))
+    def told(self, about: Any) -> None:
+        name = getattr(about, "name", getattr(about, "outcome", type(about).__name__))
+        self.notes.append((name, about.step))
 
-    def on_evaluation(self, scored: Scored) -> None:
-        self.notes.append(("scored", scored.step))
-
-    def on_checkpoint(self, saved: Saved) -> None:
-        self.notes.append((saved.name, saved.step))
-
-    def on_end(self, end: End) -> None:
-        self.notes.append((end.outcome, end.step))
+    on_start = on_detections = on_evaluation = on_checkpoint = on_end = told
 
 
 def test_an_observer_is_told_what_happens(shapes: Path) -> None:
@@ -171,8 +162,8 @@ def test_an_observer_is_told_what_happens(shapes: Path) -> None:
             if step.evaluation is not None:
                 scores.append((step.step, step.evaluation.about.step))
     assert diary.notes == [
-        *[("start", 0), ("step", 1), ("step", 2), ("detecting", 2), ("detections", 2)],
-        *[("scored", 2), ("best", 2), ("last", 2), ("finished", 2)],
+        *[("Start", 0), ("step", 1), ("step", 2), ("detecting", 2), ("Detected", 2)],
+        *[("Scored", 2), ("best", 2), ("last", 2), ("finished", 2)],
     ]
     assert losses == diary.losses
     assert scores == [(2, 2)]  # that of the last step comes with it
@@ -186,7 +177,7 @@ def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path)
     diary = Diary()
     with pytest.raises(LookupError, match="mine"):
         ssdctl.train(shapes, out="run", steps=2, observers=[diary, Broken()], **TINY)
-    assert diary.notes == [("start", 0), ("step", 1), ("failed", 1)]
+    assert diary.notes == [("Start", 0), ("step", 1), ("failed", 1)]
 
 
 def test_a_trainer_has_a_summary_once_it_is_open(shapes: Path) -> None:

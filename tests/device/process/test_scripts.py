@@ -9,8 +9,6 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
 IN_CI = pytest.mark.slow(in_ci=True)
 
 

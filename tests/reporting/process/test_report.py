@@ -99,15 +99,9 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     assert folder == str(work)
     assert (work / arguments[2]).resolve() == photos
     assert (arguments[4], arguments[6]) == ("runs/a", str(weights))
-    notebook = ["-m", "colab_kernel_launcher", "-f", "k.json"]
-    for own, shown in [
-        ({"command": ["python", "-m", "my.t"], "folder": str(placed)}, ["python -m my.t"]),
-        *[({"command": ["python", *words]}, []) for words in (["-c", "x"], notebook)],
-        ({"world_size": 2}, []),  # the launcher is not known
-    ]:
+    for own in ({"command": ["python", "-c", "x"]}, {"world_size": 2}):  # cannot be repeated
         (placed / "environment.json").write_text(json.dumps(content | own))
-        page = html.unescape(report(cli, placed))
-        assert re.findall(r'class="command"><code tabindex="0">(.*?)</code>', page) == shown
+        assert 'class="command"' not in report(cli, placed)
 
 
 def test_the_curves(page: str, tiny_run: Path) -> None:

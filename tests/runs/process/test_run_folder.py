@@ -3,8 +3,6 @@
 import logging
 import shutil
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from conftest import Cli
 from helpers import records, train_command
 
 from ssdctl.config.resolve import Override, of_call, resolve
-from ssdctl.errors import DiskError, UsageError
+from ssdctl.errors import UsageError
 from ssdctl.runs import folder as run_folder
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 
@@ -67,36 +65,6 @@ def test_a_run_without_numbered_checkpoints_continues(
     (run / "checkpoints/step-00000004.pt").unlink()
     back = ("--resume", run / "checkpoints/best.pt")
     cli(*train_command(shapes, run, "--steps", 4, *back)).expect(0, "step-00000004.pt: set aside")
-
-
-def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-
-    def wait() -> None:
-        with exclusive_run(out):
-            (out / "mine").touch()
-
-    with ThreadPoolExecutor(1) as pool:
-        with exclusive_run(out):
-            waiter = pool.submit(wait)
-            time.sleep(3 * run_folder.POLL_S)
-        waiter.result()
-    assert [p.name for p in out.iterdir()] == ["mine"]
-
-
-def test_a_folder_that_is_gone_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
-    """As of a file system that disconnects: the lock can no longer be removed."""
-    out = tmp_path / "run"
-
-    def disconnect() -> None:
-        out.rename(tmp_path / "gone")
-        out.touch()
-        raise DiskError("the reason")
-
-    with pytest.raises(DiskError, match="the reason"), exclusive_run(out):
-        disconnect()
-    with exclusive_run(tmp_path / "gone"):  # it is not locked either
-        pass
 
 
 def test_another_machines_lock_is_a_warning(

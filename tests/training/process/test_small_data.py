@@ -136,19 +136,8 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
         started = Run(run).started
         assert started is not None
         assert started.val_images == 12
-    for n, run in enumerate(runs, 1):  # of another training; the first fold twice
-        other = shutil.copytree(run, tmp_path / "runs" / f"other{n}")
-        for name, old, new in (
-            ("config.toml", "seed = 0", "seed = 7"),
-            ("environment.json", '"sources": {', '"sources": {"train.seed": "--seed",'),
-        ):
-            text = (other / name).read_text()
-            assert old in text
-            (other / name).write_text(text.replace(old, new))
-    shutil.copytree(runs[0], tmp_path / "runs" / "again")
-    listed = cli("runs", tmp_path / "runs").out
-    assert listed.count("2 of 2 folds of") == 2
-    assert ", seed 7: AP" in listed
+    shutil.copytree(runs[0], tmp_path / "runs" / "again")  # the first fold twice
+    assert cli("runs", tmp_path / "runs").out.count("2 of 2 folds of") == 1
     page = tmp_path / "both.html"
     assert cli("report", *runs, "--out", page).code == 0
     assert "2 of 2 folds of" in page.read_text(encoding="utf-8")
