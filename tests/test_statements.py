@@ -13,15 +13,13 @@ import pytest
 from cli.test_command_lines import read
 from pages import ROOT, every_page, prose, spans, words_of
 
-import ssdctl
-from ssdctl.cli.main import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import SaveFormat
 from ssdctl.config.settings import all_settings
 from ssdctl.data import index
 from ssdctl.errors import ExitCode
 from ssdctl.evaluation.analysis import ERROR_NAMES
-from ssdctl.exporting import FORMATS, NMS, SUFFIXES
+from ssdctl.exporting import FORMATS, NMS
 from ssdctl.files import parse_toml
 from ssdctl.training.observers.trackers import BUILT_IN
 
@@ -80,19 +78,6 @@ def test_devices() -> None:
         assert {*spans(executions)} - {"hpu_backend"} == {*kind.executions}
         assert spans(executions)[0] == kind.executions[0] or "is the default" in executions
         assert {*re.findall(r"\b[bf]\w*\d\d", precisions)} == {*kind.precisions}
-
-
-def test_exported_files() -> None:
-    for formats, file, *_ in table("export.md", "`--format`"):
-        for name in spans(formats):
-            assert SUFFIXES.get(name, ".pt") in file
-
-
-def test_functions_and_their_commands() -> None:
-    commands = click_root().commands
-    for function, command, _ in table("python.md", "function"):
-        assert callable(getattr(ssdctl, function.strip("`").split("(")[0].removeprefix("ssdctl.")))
-        assert spans(command)[0].split()[1] in commands
 
 
 def test_columns_of_the_store() -> None:

@@ -260,8 +260,6 @@ def test_only_crashes_are_tried_again() -> None:
         (("fetch-weights",), {}, "--dest .* persistent volume"),
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
         (("prepare", "--store=/tmp/a"), {}, "--store /tmp/a .*persistent volume"),
-        (("prepare", "--data=/tmp/a"), {}, "--data /tmp/a .*persistent volume"),
-        (("train", "--mllog=/tmp/a"), {}, "--mllog /tmp/a .*persistent volume"),
         (("evaluate", "/runs/a", "--suspects", "/tmp/a"), {}, "--suspects .*persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.

@@ -25,8 +25,6 @@ from ssdctl.data.store import open_splits
 from ssdctl.data.tiles import tiled
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.runs.folder import RunDir
-from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import Detected, End, Saved, Summary
 from ssdctl.training.observers.display import FIRST_STEPS, Pace
 from ssdctl.training.observers.services import _key, mlflow
@@ -37,7 +35,6 @@ from ssdctl.training.observers.trackers import (
     Tracker,
     Trackers,
     metrics_of,
-    tracker_id,
 )
 from ssdctl.training.plan import Plan
 
@@ -205,17 +202,6 @@ def test_a_process_with_a_hanging_tracker_exits() -> None:
         tracker.close(is_success=True, timeout_s=0.1)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, check=True)
-
-
-def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    ids = set()
-    for start_step in (0, 5):
-        open_run(run, start_step)
-        ids.add(tracker_id(run))
-    assert len(ids) == 1
-    run.tracker_id.write_text("../../x\n")  # damaged: a new one
-    assert tracker_id(run) not in ids | {"../../x"}
 
 
 def test_names_for_mlflow() -> None:

@@ -1,8 +1,5 @@
 """What fits into a device's memory: before a run, after a failure, by count."""
 
-import gc
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +10,6 @@ from tiny_network import config, settings
 
 from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import TrainConfig
-from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.errors import UsageError
@@ -65,8 +61,8 @@ def test_activations_are_what_backward_really_keeps() -> None:
 class Card(Cpu):
     """A CPU that calls itself a card with so much memory, and fails like one.
 
-    It uses 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
-    and in a network's first step 20 GB more, as a search for fast kernels does.
+    It uses 500 MB, 10 MB for each image of a step, and in a network's first step 20 GB more, as a
+    search for fast kernels does.
     """
 
     name = "card"
@@ -79,12 +75,7 @@ class Card(Cpu):
     def __init__(self, memory: int | None) -> None:
         super().__init__()
         self.memory = memory
-        self.placed: list[weakref.ref[torch.nn.Module]] = []
         self.peak = 0
-
-    def place(self, model: Module) -> Module:
-        self.placed.append(weakref.ref(model))
-        return super().place(model)
 
     def memory_bytes(self) -> int | None:
         return self.memory
@@ -98,8 +89,7 @@ class Card(Cpu):
     def take_step(self, images: int, *, is_main: bool) -> None:
         if self.memory is not None and 10_000_000 * images > self.memory:
             raise MemoryError
-        others = sum(model() is not None for model in self.placed) - 1
-        held = 500_000_000 + 10_000_000 * images + 1_000_000_000 * others
+        held = 500_000_000 + 10_000_000 * images
         self.peak = max(self.peak, held + 20_000_000_000 * is_main)
 
 
@@ -108,13 +98,12 @@ def auto(device: Cpu) -> int:
 
 
 class Step:
-    """A step that only allocates memory; it and its network refer to each other, as compiled ones do."""
+    """A step that only allocates memory."""
 
     sizes: ClassVar[list[int]] = []
 
     def __init__(self, model: Any, config: TrainConfig, device: Card, *_: object):
-        self.device, self.model, self.is_main = device, model, True
-        model.step = self
+        self.device, self.is_main = device, True
 
     def __call__(self, batches: list[Batch], lr: float) -> None:
         self.sizes.append(len(batches[0].images))
@@ -122,22 +111,15 @@ class Step:
         self.is_main = False
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
-    """Steps on a card, with automatic garbage collection turned off."""
-    monkeypatch.setattr(memory, "build_step", Step)
-    Step.sizes.clear()
-    gc.disable()
-    yield Step
-    gc.enable()
-
-
 @pytest.mark.slow(in_ci=True)
-def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(steps: type[Step]) -> None:
+def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The probes are small enough for the memory."""
+    monkeypatch.setattr(memory, "build_step", Step)
     # 0.9 x 80 GB less the 500 MB that are always held: 7150 images of 10 MB, in eights.
     assert auto(Card(80_000_000_000)) == 7144
-    assert steps.sizes == [16, 16, 48, 48]
+    assert Step.sizes == [16, 16, 48, 48]
     assert auto(Card(600_000_000)) == 4
     with pytest.raises(UsageError, match="does not fit"):  # not even the probes
         auto(Card(50_000_000))

@@ -60,16 +60,6 @@ def test_any_kind_of_image_is_put_upright(predictor: Predictor, image_file: Path
     assert predictor.predict(torch.from_numpy(pixels).permute(2, 0, 1)) == detections
 
 
-def test_many_at_once_are_as_one_by_one(predictor: Predictor, image_files: list[Path]) -> None:
-    together = predictor.predict([image_files[0].read_bytes(), *image_files[1:3]])
-    for result, path in zip(together, image_files[:3], strict=True):
-        single = predictor.predict(path)
-        assert [f.label for f in result] == [f.label for f in single]
-        np.testing.assert_allclose([f.box for f in result], [f.box for f in single], atol=0.05)
-    assert predictor.predict([]) == []
-    assert not predictor.model.training
-
-
 def test_results_are_arrays(predictor: Predictor, image_file: Path) -> None:
     result = predictor(image_file)
     assert result.boxes.shape == (len(result), 4)
@@ -89,6 +79,10 @@ def test_results_are_arrays(predictor: Predictor, image_file: Path) -> None:
         assert not empty.to_pandas()["name"].str.startswith("b").any()
     with pytest.raises(IndexError):
         result[len(result)]
+    wrong_indices: Any = ("boxes", None, [0.5])
+    for index in wrong_indices:
+        with pytest.raises(TypeError, match="boolean mask or indices"):
+            result[index]
 
 
 def test_results_are_drawn(predictor: Predictor, image_file: Path) -> None:
@@ -241,12 +235,6 @@ def test_what_is_not_one_image_is_named(
 ) -> None:
     with pytest.raises(error, match=named):
         predictor(image)
-
-
-@pytest.mark.parametrize("index", ["boxes", None, [0.5]])
-def test_results_are_indexed_as_arrays(predictor: Predictor, image_file: Path, index: Any) -> None:
-    with pytest.raises(TypeError, match="boolean mask or indices"):
-        predictor(image_file)[index]
 
 
 def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -> None:

@@ -210,13 +210,6 @@ def test_going_back_after_an_extension_keeps_the_first_schedule(shapes: Path, cl
     cli(*words, *back).expect(0)
 
 
-def test_a_run_that_went_back_still_continues_from_its_origin(run: Path, train: Train) -> None:
-    out, first = run.with_name("out"), run / "checkpoints/step-00000003.pt"
-    for file in (first, out / "checkpoints/step-00000004.pt", first):
-        train("--steps", 5, "--save-every", "1st", "--keep", 9, "--resume", file, out=out)
-    assert steps(out) == [4, 5]
-
-
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
     (run / "metrics.jsonl").unlink()
     newest = run / "checkpoints/step-00000003.pt"

@@ -94,25 +94,6 @@ def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert before[2]
 
 
-def test_an_ended_run_without_validation_keeps_its_records(
-    tmp_path: Path, train: Train, dataset: Path
-) -> None:
-    (dataset / "annotations/instances_val2017.json").unlink()
-    log, metrics, texts = tmp_path / "log.txt", tmp_path / "run/metrics.jsonl", set[str]()
-    for _ in range(2):
-        train("--steps", 1, "--mllog", log, data=dataset)
-        texts.add(log.read_text() + metrics.read_text())
-    assert len(texts) == 1
-
-
-def test_overfitting_scores_what_it_trains_on(tmp_path: Path, train: Train, dataset: Path) -> None:
-    (dataset / "annotations/instances_val2017.json").unlink()
-    assert "no validation" not in train("--overfit", 2, "--dry-run", data=dataset)
-    train("--overfit", 2, "--steps", 1, data=dataset)
-    about = json.loads((tmp_path / "run/evaluation.json").read_text())["about"]
-    assert (about["images"], about["split"]) == (2, "train")
-
-
 def test_writes_tensorboard(tmp_path: Path, train: Train) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
