@@ -60,12 +60,11 @@ def build_training(
     precision: str = "fp32",
     *,
     ranks: Ranks = SINGLE_PROCESS,
-    has_norm: bool = True,
     **changes: Any,
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
-    model = device.place(Tiny(has_norm=has_norm)).train()
+    model = device.place(Tiny()).train()
     step = build_step(model, config(**changes), device, precision, ranks)
     return model, step.optimizer, step
 

@@ -82,15 +82,6 @@ def test_a_rank_takes_cores_next_to_its_card(gaudi_node: Path, size: int) -> Non
     assert cpus_of_rank(nodes, 0, 9, gaudi_node) == set()
 
 
-def test_a_part_of_the_cards(gaudi_node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,5")
-    nodes = numa_nodes_of_cards("hpu")
-    assert nodes == {0: 1, 1: 1}
-    assert cpus_of_rank(nodes, 1, 2, gaudi_node) == {*range(36, 48), *range(84, 96)}
-    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "7,8")
-    assert numa_nodes_of_cards("hpu") == {}
-
-
 def test_a_rank_binds_itself(gaudi_node: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"

@@ -18,14 +18,8 @@ from numpy.typing import NDArray
 from observed import epoch_of, plan_of, scored, step_of
 from tqdm import tqdm
 
-from ssdctl.config import PrepareConfig
-from ssdctl.config.fields import Tiling
-from ssdctl.data.prepare import prepare
-from ssdctl.data.store import open_splits
-from ssdctl.data.tiles import tiled
-from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.training.observers import Detected, End, Saved, Summary
+from ssdctl.training.observers import End, Saved, Summary
 from ssdctl.training.observers.display import FIRST_STEPS, Pace
 from ssdctl.training.observers.services import _key, mlflow
 from ssdctl.training.observers.trackers import (
@@ -134,18 +128,6 @@ def test_an_upload_has_the_weights_of_its_step(tmp_path: Path) -> None:
     uploads = [("best", step, "best.pt", f"weights {step}") for step in (1, 3)]
     assert uploading.received == [*uploads, True]
     assert list(tmp_path.iterdir()) == [best]
-
-
-def test_a_tracker_gets_images_that_are_scored(tmp_path: Path, shapes: Path) -> None:
-    prepare(shapes, tmp_path / "store", PrepareConfig(pack=False))
-    split = tiled(open_splits(shapes, tmp_path / "store")["train"], Tiling(128, 0.2))
-    recording = Recording(tracked(tmp_path))
-    trackers = opened({"recording": lambda run: recording}, recording.run)
-    rows = np.array([5, 7])  # of a fold
-    found = Detections(np.zeros(0, int), np.zeros((0, 4)), np.zeros(0), np.zeros(0, int))
-    trackers.on_detections(Detected(1, split, rows, found))
-    end(trackers)
-    assert recording.received == [(1, *map(str, split.image_ids[rows])), True]
 
 
 class Hanging(Recording):

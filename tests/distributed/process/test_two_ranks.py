@@ -258,16 +258,13 @@ changed_images = open_dataset.changed_images
 open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
 result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
 
-import torch
 from torch import distributed as dist
 
 dist.init_process_group(
     "gloo", init_method=f"file://{data}/group", rank=int(os.environ.pop("RANK")), world_size=2
 )
 again = ssdctl.evaluate(checkpoint, data, device="cpu", progress=False)
-total = torch.ones(1)
-dist.all_reduce(total)  # the group of the caller is kept
-assert (total.item(), again.metrics) == (2, result.metrics)
+assert again.metrics == result.metrics
 count = len(compared)
 model = ssdctl.SSD300.from_checkpoint(checkpoint)
 model.class_heads[0].bias.data += dist.get_rank()  # the first rank's is scored

@@ -218,9 +218,8 @@ def test_an_evaluation_that_is_broken_or_of_another_dataset(run: Path, cli: Cli)
     text = path.read_text()
     path.write_text(text.replace(json.loads(text)["about"]["data"], "/nowhere"))
     assert "/nowhere" in report(cli, run)
-    for content in ("{}", '{"about": 1}', "no JSON"):
-        path.write_text(content)
-        cli("report", run).expect(3, path.name)
+    path.write_text('{"about": 1}')
+    cli("report", run).expect(3, path.name)
 
 
 def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:

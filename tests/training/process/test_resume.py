@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
@@ -19,7 +18,6 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.going_back import ResumedFrom
 from ssdctl.runs.run import Run
 
 if TYPE_CHECKING:
@@ -197,17 +195,6 @@ def test_options_of_a_hint_keep_the_rules_choice(checkpoint: Path, shapes: Path,
     hint = cli(*words).err.partition("continue it with ")[2].partition(";")[0]
     assert {"--lr", "--decay-epochs"} <= {*hint.split()}
     assert cli(*words, *hint.split()).code == 0
-
-
-def test_going_back_after_an_extension_keeps_the_first_schedule(shapes: Path, cli: Cli) -> None:
-    words = ["train", "--data", shapes, *TINY_RUN.split()[2:], "--save-every", "2st", "--out", "a"]
-    assert cli(*words, "--steps", 4, "--keep", 9).code == 0
-    assert cli(*words, "--steps", 6, "--keep", 9, "--resume-changed").code == 0
-    back = ["--steps", 4, "--resume", "a/checkpoints/step-00000002.pt"]
-    cli(*words, *back, "--dry-run").expect(0)
-    killed = ResumedFrom("step-00000002.pt", 2, ["step-00000004.pt", "step-00000006.pt"])
-    Path("a/resumed-from.json").write_bytes(msgspec.json.encode(killed))
-    cli(*words, *back).expect(0)
 
 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
