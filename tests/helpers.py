@@ -201,11 +201,12 @@ def train_command(data: Path, run: Path, *options: object) -> list[object]:
 
 def has_steps(run: Path, count: int = 1) -> bool:
     """Return whether a run has recorded more than `count` steps."""
-    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > count
+    return len(records(run, "train")) > count
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 

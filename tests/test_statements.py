@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli.test_command_lines import read
-from pages import ROOT, every_page, prose, spans, words_of
+from pages import ROOT, prose, spans, words_of
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import SaveFormat
@@ -94,14 +94,6 @@ def test_exit_codes_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.M)
     assert rows == [(str(code), code.meaning) for code in ExitCode]
-
-
-@every_page
-def test_exit_codes_exist(page: Path) -> None:
-    codes = {int(code) for code in ExitCode}
-    pattern = r"\bexits?(?: codes?| with)*[ (]+(?:codes? )?(\d+)"
-    for number in re.findall(pattern, prose(page)):
-        assert int(number) in codes, (page.name, number)
 
 
 @pytest.fixture(scope="module")

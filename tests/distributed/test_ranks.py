@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import run_cli
 
-from ssdctl.distributed import Ranks, find_own, find_ranks, interface_for_peers, own_addresses
+from ssdctl.distributed import Ranks, find_own, find_ranks
 from ssdctl.errors import UsageError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
@@ -56,17 +56,3 @@ def test_this_machine_in_a_list_of_hosts() -> None:
     assert find_own([*others, "127.0.0.9", "localhost"]) == 4
     assert find_own(["localhost", socket.gethostname()]) == 1
     assert find_own(others) is None
-
-
-def test_only_a_name_of_the_loopback_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two network namespaces try it for real: tests/launch/process/test_engines.py."""
-    assert own_addresses()["lo"] == "127.0.0.1"
-    for leader in ("127.0.0.1", "localhost", "127.0.1.1"):
-        assert interface_for_peers(leader, 2) is None
-    outward = [name for name, address in own_addresses().items() if address != "127.0.0.1"]
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.1.2.3")
-    assert interface_for_peers("192.0.2.7", 2) is None
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    assert interface_for_peers("192.0.2.7", 2) in (*outward, None)  # None: no way out of here
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert interface_for_peers("192.0.2.7", 2) is None

@@ -42,33 +42,26 @@ def run_page(page: Path, folder: Path, cli: Cli) -> None:
                     subprocess.run(["bash", "-ec", line], check=True, cwd=folder)
 
 
-@pytest.mark.slow(in_ci=True)
-def test_quick_start(tmp_path: Path, cli: Cli) -> None:
-    run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
-    assert (tmp_path / "runs/shapes/report.html").is_file()
-    assert (tmp_path / "shapes.safetensors").is_file()
-    assert len(list((tmp_path / "drawn").glob("*.jpg"))) == 8
+IN_CI = pytest.mark.slow(in_ci=True)
+MADE = "runs/shapes/report.html shapes.safetensors drawn/*.jpg"
+OWN = "boxes.png evaluation/report.html drawn/detections.json"
 
 
-@pytest.mark.slow(in_ci=True)
-def test_custom_dataset(tmp_path: Path, cli: Cli) -> None:
-    run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
-    assert (tmp_path / "boxes.png").is_file()
-    assert (tmp_path / "evaluation/report.html").is_file()
-    assert (tmp_path / "drawn/detections.json").is_file()
-
-
-@pytest.mark.slow
-def test_python(tmp_path: Path, cli: Cli) -> None:
-    run_page(ROOT / "docs" / "python.md", tmp_path, cli)
-    assert (tmp_path / "run/report.html").is_file()
-    assert (tmp_path / "drawn.png").is_file()
-
-
-@pytest.mark.slow
-def test_pytorch(tmp_path: Path, cli: Cli) -> None:
-    pytest.importorskip("accelerate")
-    run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [
+        pytest.param("quickstart", MADE, marks=IN_CI),
+        pytest.param("custom-dataset", OWN, marks=IN_CI),
+        pytest.param("python", "run/report.html drawn.png", marks=pytest.mark.slow),
+        pytest.param("pytorch", "", marks=pytest.mark.slow),
+    ],
+)
+def test_the_blocks_of_a_page(page: str, made: str, tmp_path: Path, cli: Cli) -> None:
+    if page == "pytorch":
+        pytest.importorskip("accelerate")
+    run_page(ROOT / "docs" / f"{page}.md", tmp_path, cli)
+    for pattern in made.split():
+        assert list(tmp_path.glob(pattern)), pattern
 
 
 @pytest.mark.slow

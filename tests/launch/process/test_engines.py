@@ -137,10 +137,9 @@ def test_a_killed_launch_leaves_nothing(
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), *MPIRUNS])
 def test_two_launches_at_once_save_and_stop(launcher: str, tmp_path: Path) -> None:
-    """Arguments arrive as typed, ports do not clash; SIGTERM, or a closed terminal, stops it.
+    """Arguments arrive as typed, ports do not clash, the rank number of an outer job is not used.
 
-    mpirun itself would kill its ranks two seconds after a SIGTERM. The rank number of an outer job,
-    in which this one was started, is not used.
+    mpirun itself would kill its ranks two seconds after a SIGTERM.
     """
     folders = [tmp_path / "one", tmp_path / "two"]
     outer = {"RANK": "9", "WORLD_SIZE": "10"}

@@ -1,7 +1,5 @@
-"""Jobs on a Slurm of this test's own.
-
-munged, slurmctld and slurmd (Debian: munge slurmctld slurmd slurm-client) run on this machine with
-a key, ports and folders of their own; nothing of an installed cluster is touched.
+"""Jobs on a Slurm of this test's own (Debian: munge slurmctld slurmd slurm-client), with a key, ports
+and folders of its own; nothing of an installed cluster is touched.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from subprocess import PIPE
 
 import pytest
 from conftest import TINY_RUN
-from helpers import records, wait_for
+from helpers import has_steps, records, wait_for
 from launch.plans import plan_for
 
 from ssdctl.config.sections import SlurmConfig
@@ -125,12 +123,9 @@ def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_p
     options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
     argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options, "--steps", "9"]
 
-    def trains() -> bool:
-        return (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1
-
     with subprocess.Popen(argv, text=True, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
         try:
-            wait_for(trains)
+            wait_for(lambda: has_steps(run))
             asked("scancel", "--signal=USR1", "--name=ssdctl")
             start_the_requeued_job(process.stderr.readline(), run)
             out, err = process.communicate(timeout=200)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from faults import Command, Fault
-from helpers import examples, seeded, seeds
+from helpers import examples, records, seeded, seeds
 from hypothesis import Phase, note
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -82,12 +82,6 @@ class Undisturbed(NamedTuple):
     aps: dict[int, float]
     states: dict[int, str]
     statistics: dict[int, torch.Tensor]
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 
 def load(path: Path) -> dict[str, Any] | None:

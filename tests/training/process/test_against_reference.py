@@ -1,8 +1,6 @@
-"""Training equals an independent computation: the same loss, the same six steps (issue's bounds:
-first loss to 1e-5 in fp32, six SGD steps to 1e-7 in fp64).
+"""Training equals tests/reference.py: the first loss to 1e-5 in fp32, six SGD steps to 1e-7 in fp64.
 
-With `--augment none` and one batch with the complete dataset, order cannot matter. The other
-side is tests/reference.py: plain loops and functions of a state dict in the third-party layout.
+With `--augment none` and one batch with the complete dataset, order cannot matter.
 """
 
 from __future__ import annotations
