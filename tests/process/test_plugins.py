@@ -1,7 +1,5 @@
-"""Plugins: those of docs/extend.md work; a machine draws a fault in a function of one of them.
-
-The oracle of the machine: no exit code is 1, the error names the plugin and its package, and the
-other plugins work. It prints the fault, and the command that shows it.
+"""Plugins: those of docs/extend.md work; a machine draws a fault in a function of one of them: no exit
+code is 1, the error names the plugin and its package, and the other plugins work.
 """
 
 import contextlib

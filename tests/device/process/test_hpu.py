@@ -1,7 +1,5 @@
-"""Gaudi: a step's operators are in the vendor's table of types.
-
-The bridge runs any other operator on the host, which cuts the graph in every step. Recorded below
-autograd on fake tensors of the CPU; what the vendor's compiler makes of them is not known here.
+"""Gaudi: a step's operators are in the vendor's table of types. The bridge runs any other one on the
+host, which cuts the graph in every step. Recorded below autograd on fake tensors of the CPU.
 """
 
 from pathlib import Path

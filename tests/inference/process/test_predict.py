@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Result as CliResult
 from download.http_server import Server, file
-from PIL import Image, ImageSequence
+from PIL import Image
 
 import ssdctl
 from ssdctl.config.fields import Tiling
@@ -171,10 +171,6 @@ def test_a_stream_may_reuse_its_memory(predictor: Predictor, image_files: list[P
 
     found = list(predictor.predict_iter(closed(), batch_size=2))
     assert found == list(predictor.predict_iter(paths, batch_size=2))
-    images[0].save("frames.tif", save_all=True, append_images=images[1:])
-    with Image.open("frames.tif") as frames:
-        found = list(predictor.predict_iter(ImageSequence.Iterator(frames), batch_size=2))
-    assert found == expected
 
 
 @pytest.mark.slow  # importing it takes seconds

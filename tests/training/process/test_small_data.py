@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -85,29 +83,6 @@ def test_the_validation_loss_is_that_of_training(cli: Cli, shapes: Path, tiny_ru
     for name in ("loss", "loss_box", "loss_class"):
         assert evaluated[name] == pytest.approx(trained[name], rel=1e-3)
     assert "val loss" in result.err
-
-
-@pytest.mark.slow
-def test_the_optuna_example_resumes(cli: Cli, shapes: Path, tiny_run: Path) -> None:
-    pytest.importorskip("optuna")
-    script = Path(__file__).parents[3] / "docs" / "tune_with_optuna.py"
-    command: list[str] = [
-        sys.executable, str(script),
-        "--init", str(tiny_run / "checkpoints" / "last.pt"),
-        "--out", "search", "--data",
-    ]  # fmt: skip
-    options = ["--", "--steps", "1", "--bs", "2", "--fp32", "--device", "cpu", "--workers", "1"]
-    few = ("--dest", "few", "--images", 4, "--val-images", 0)
-    cli("download", "--dataset", "shapes", *few).expect(0)
-    done = subprocess.run([*command, "few", *options], capture_output=True)
-    assert (done.returncode, b"Traceback" in done.stderr) == (1, False)
-    assert not Path("search").exists()
-    for trials in (1, 2):
-        more = [str(shapes), "--trials", str(trials), *options]
-        done = subprocess.run([*command, *more], capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
-        assert {"AP", "lr", "freeze"} < set(json.loads(done.stdout))
-        assert len(list(Path("search").glob("trial-*"))) == trials
 
 
 def test_folds_have_the_same_size_and_more_images_move_few() -> None:
