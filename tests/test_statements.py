@@ -1,4 +1,4 @@
-"""Statements of a fixed form in the pages, compared with the code: tables, defaults, exit codes, names.
+"""Statements of a fixed form in the pages, compared with the code: tables, exit codes, names.
 
 tests/test_docs.py has the commands, links and files of the pages.
 """

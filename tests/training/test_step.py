@@ -6,12 +6,12 @@ from tiny_network import batch, config
 
 from ssdctl.device import open_device
 from ssdctl.distributed import Ranks
-from ssdctl.errors import NonFiniteError
+from ssdctl.errors import IntegrityError, NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.optimizer import build_optimizer, clip_factor
-from ssdctl.training.state import EMA
+from ssdctl.training.state import EMA, RankStatistics
 from ssdctl.training.step import (
     MAX_CONSECUTIVE,
     MAX_ROLLBACKS,
@@ -105,6 +105,19 @@ def test_the_factor_of_clipping() -> None:
     factors = clip_factor(torch.tensor([0.0, 2.0, 8.0, torch.nan]), 4.0).tolist()
     assert factors == pytest.approx([1, 1, 0.5, 1], rel=1e-6)
     assert clip_factor(torch.zeros(()), 1e-9) < 0.01  # the norm is never divided by alone
+
+
+@pytest.mark.parametrize("had_ema", [False, True])
+def test_statistics_of_ranks_are_loaded_if_the_ema_is_switched(had_ema: bool) -> None:
+    model = SSD300("tiny", 4, "none")
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    saved = [torch.full_like(buffer, 7) for buffer in buffers]
+    ema = None if had_ema else EMA(model, 0.5)
+    statistics = RankStatistics(model, ema, SINGLE_PROCESS)
+    statistics.load([[*saved, *saved * had_ema]], 3)
+    assert all(buffer.eq(7).all() for buffer in buffers)
+    with pytest.raises(IntegrityError):
+        statistics.load([saved[1:]], 3)
 
 
 def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
