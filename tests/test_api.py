@@ -1,6 +1,10 @@
 """The Python API: the same work, settings and errors as the commands."""
 
+import ast
+import inspect
+import itertools
 import json
+import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +16,23 @@ import pytest
 from conftest import Cli
 
 import ssdctl
-from ssdctl.config.call import hints_in_messages
+from ssdctl.config.call import hints_in_messages, keywords_of
+from ssdctl.config.settings import all_settings
 from ssdctl.errors import DataError, UsageError
+
+
+def test_public_names_are_plain_functions_with_help() -> None:
+    for name in ("train", "evaluate", "export", "prepare", "load", "configure", "report"):
+        assert inspect.isfunction(getattr(ssdctl, name)), name
+    parameters = inspect.signature(ssdctl.train).parameters
+    assert next(iter(parameters)) == "data"
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    listed = pydoc.render_doc(ssdctl, renderer=pydoc.plaintext)
+    functions = listed[listed.index("\nFUNCTIONS") :]
+    for name in ssdctl.__all__:
+        if inspect.isfunction(getattr(ssdctl, name)):
+            assert f"\n    {name}(" in functions, name
+    assert "run folder" in pydoc.render_doc(ssdctl.train, renderer=pydoc.plaintext)
 
 
 def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
@@ -48,8 +67,11 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
         (ssdctl.load, {"device": "cuda:0"}, "^device: 'cuda:0'"),
         (ssdctl.export, {"format": "tflite"}, "tflite"),
         (ssdctl.export, {"format": "mlperf", "batch": 4}, "batch"),
+        (ssdctl.export, {"batch": 2.5}, r"batch 2\.5"),
         (ssdctl.export, {"batch": True}, "batch True"),
+        (ssdctl.export, {"int8": True, "calibrate": 0}, "calibrate 0"),
         (ssdctl.export, {"int8": True, "calibrate": "4"}, "calibrate '4'"),
+        (ssdctl.export, {"int8": True, "max_ap_loss": "0.1"}, "max_ap_loss '0.1'"),
         (ssdctl.export, {"int8": True, "max_ap_loss": float("nan")}, "max_ap_loss nan"),
         (ssdctl.export, {"out": "."}, "is a folder"),
         (lambda run, **_: ssdctl.report([run]), {}, "report"),
@@ -92,6 +114,30 @@ def test_errors_name_keywords_or_options(written: str, shown: str | None) -> Non
     assert str(caught.value) == f"{shown}\nhint: {shown}"
     assert caught.value.hint == caught.value.message == shown
     assert caught.value.for_command_line() == (written, written)
+
+
+# Options of other programs, of commands that Python does not have, and `--set KEY=VALUE`.
+COMMANDS_ONLY = {
+    *("dest", "preview", "allow-dropped", "save-media", "recursive", "list", "deps", "set")
+}
+
+
+def test_options_in_errors_are_keywords_or_settings() -> None:
+    """Those that Python shows: `--bs 4` must not become an unknown keyword."""
+    functions = [getattr(ssdctl, name) for name in ssdctl.__all__]
+    known = {name for f in functions if callable(f) for name in inspect.signature(f).parameters}
+    known |= {path.rpartition(".")[2] for path in all_settings()}
+    named = set()
+    for path in Path(ssdctl.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        raised = [n for n in ast.walk(tree) if isinstance(n, ast.Raise)]
+        is_shown = path.parent.name not in ("cli", "launch", "engines", "doctor", "config")
+        for node in itertools.chain.from_iterable(map(ast.walk, raised if is_shown else [])):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", node.value))
+    shown = {keywords_of(f"--{name}", {}).strip("`") for name in named - COMMANDS_ONLY}
+    assert len(shown) > 30
+    assert shown - known == set()
 
 
 def test_a_folder_in_a_hint_is_a_value(dataset: Path) -> None:

@@ -65,6 +65,13 @@ def test_items_are_the_annotated_images(shapes: Path) -> None:
         dataset[len(dataset)]
 
 
+def test_a_dataset_is_read_from_any_folder(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(dataset.parent)
+    items = ssdctl.Dataset(dataset.name, "val")
+    monkeypatch.chdir("/")
+    assert items[0][0].ndim == 3
+
+
 def test_targets_have_areas_and_crowds(dataset: Path) -> None:
     path = dataset / "annotations/instances_val2017.json"
     document = json.loads(path.read_text())
@@ -91,7 +98,8 @@ def test_targets_have_areas_and_crowds(dataset: Path) -> None:
         assert type(rest["labels"]) is torch.Tensor
 
 
-def test_crowds_are_chosen_as_labels(dataset: Path) -> None:
+@pytest.mark.parametrize("names", [["boxes", "labels"], ["boxes", "labels", "iscrowd"]])
+def test_crowds_are_chosen_as_labels(names: list[str], dataset: Path) -> None:
     path = dataset / "annotations/instances_val2017.json"
     document = json.loads(path.read_text())
     for annotation in document["annotations"][::3]:
@@ -100,8 +108,10 @@ def test_crowds_are_chosen_as_labels(dataset: Path) -> None:
 
     def reversed_(image: Any, target: Any) -> Any:
         order = torch.arange(len(target["boxes"])).flip(0)
-        new = {name: target[name][order] for name in ("boxes", "labels")}
+        new = {name: target[name][order] for name in names}
         new["labels"] = (new["labels"] - 1).clone().to(torch.int32) + 1
+        texts = [f"{label:d}" for label in target["labels"]]
+        assert texts == [str(int(target["labels"][n])) for n in range(len(texts))]
         return image, {**target, **new, "all_labels": target["labels"]}
 
     items = ssdctl.Dataset(dataset, "val"), ssdctl.Dataset(dataset, "val", transforms=reversed_)
@@ -109,11 +119,16 @@ def test_crowds_are_chosen_as_labels(dataset: Path) -> None:
         assert after["iscrowd"].tolist() == plain["iscrowd"].flip(0).tolist()
         assert {type(after[name]) for name in ("labels", "all_labels")} == {torch.Tensor}
 
+    def without_boxes(image: Any, target: Any) -> Any:
+        new = {name: target[name].narrow(0, 0, 0) for name in ("boxes", "labels")}
+        return image, {**target, **new}
+
     def flipped(image: Any, target: Any) -> Any:
         return image, {**target, **{name: target[name].flip(0) for name in ("boxes", "labels")}}
 
-    with pytest.raises(UsageError, match="iscrowd"):
-        [*ssdctl.Dataset(dataset, "val", transforms=flipped)]
+    for transforms in (without_boxes, flipped):
+        with pytest.raises(UsageError, match="iscrowd"):
+            [*ssdctl.Dataset(dataset, "val", transforms=transforms)]
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])

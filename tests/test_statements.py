@@ -1,4 +1,4 @@
-"""Statements of a fixed form in the pages, compared with the code: tables, exit codes, names.
+"""Statements of a fixed form in the pages, compared with the code: tables, defaults, exit codes, names.
 
 tests/test_docs.py has the commands, links and files of the pages.
 """
@@ -8,18 +8,21 @@ import re
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.test_command_lines import read
-from pages import ROOT, prose, spans, words_of
+from pages import PAGES, ROOT, every_page, prose, spans, words_of
 
+import ssdctl
+from ssdctl.cli.main import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import SaveFormat
 from ssdctl.config.settings import all_settings
 from ssdctl.data import index
 from ssdctl.errors import ExitCode
 from ssdctl.evaluation.analysis import ERROR_NAMES
-from ssdctl.exporting import FORMATS, NMS
+from ssdctl.exporting import FORMATS, NMS, SUFFIXES
 from ssdctl.files import parse_toml
 from ssdctl.training.observers.trackers import BUILT_IN
 
@@ -80,6 +83,19 @@ def test_devices() -> None:
         assert {*re.findall(r"\b[bf]\w*\d\d", precisions)} == {*kind.precisions}
 
 
+def test_exported_files() -> None:
+    for formats, file, *_ in table("export.md", "`--format`"):
+        for name in spans(formats):
+            assert SUFFIXES.get(name, ".pt") in file
+
+
+def test_functions_and_their_commands() -> None:
+    commands = click_root().commands
+    for function, command, _ in table("python.md", "function"):
+        assert callable(getattr(ssdctl, function.strip("`").split("(")[0].removeprefix("ssdctl.")))
+        assert spans(command)[0].split()[1] in commands
+
+
 def test_columns_of_the_store() -> None:
     for names, kind, _ in table("data.md", "column"):
         for name in spans(names):
@@ -90,10 +106,47 @@ def test_columns_of_the_store() -> None:
             assert words == re.sub(r"\bfloat\b", "float32", kind_in_file), name
 
 
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower() or "true"  # of an option without a value
+
+
+def defaults_in(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the options that a page gives a default: `--x` (600), `--x N`, 128 by default, `--x` (the default)."""
+    yield from re.findall(r"`(--[\w-]+) ?(\w*)` \(the default\)", text)
+    yield from re.findall(r"`(--[\w-]+)[^`]*` \(([\d,.]+)\)", text)
+    yield from re.findall(r"`(--[\w-]+) [A-Z]+`,\s+([\d,.]+)\s+by\s+default", text)
+
+
+def test_defaults_are_those_of_the_options() -> None:
+    options: dict[str, set[Any]] = {}
+    for command in click_root().commands.values():
+        for parameter in getattr(command, "params", []):
+            for note in re.findall(r"\[default: ([\d.]+)\]", parameter.help or "") or [None]:
+                options.setdefault(parameter.opts[-1], set()).add(note or parameter.default)
+    for setting in all_settings().values():
+        options.setdefault(setting.flags[0], set()).add(setting.default)
+    found = [pair for page in PAGES for pair in defaults_in(prose(page))]
+    assert len(found) > 1
+    for flag, text in found:
+        values = {_value(str(value)) for value in options[flag]}
+        assert _value(text.replace(",", "")) in values, (flag, text, options[flag])
+
+
 def test_exit_codes_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.M)
     assert rows == [(str(code), code.meaning) for code in ExitCode]
+
+
+@every_page
+def test_exit_codes_exist(page: Path) -> None:
+    codes = {int(code) for code in ExitCode}
+    pattern = r"\bexits?(?: codes?| with)*[ (]+(?:codes? )?(\d+)"
+    for number in re.findall(pattern, prose(page)):
+        assert int(number) in codes, (page.name, number)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,22 @@ def test_the_package_is_light_and_its_names_are_listed() -> None:
         ssdctl.nothing  # type: ignore[attr-defined] # noqa: B018
 
 
+def test_importing_all_names_changes_nothing_global() -> None:
+    code = (
+        "import logging, os, signal, threading, warnings, numpy, random, torch\n"
+        "def state(): return (dict(os.environ), list(warnings.filters), torch.get_default_dtype(),"
+        "[signal.getsignal(n) for n in signal.valid_signals()], threading.enumerate(),"
+        "torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist(), random.getstate(),"
+        "torch.get_num_threads(), logging.root.handlers, logging.root.level,"
+        "torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())\n"
+        "import PIL.Image, pyarrow, requests  # they have filters of their own\n"
+        "before = state()\n"
+        "import ssdctl; [getattr(ssdctl, name) for name in ssdctl.__all__]\n"
+        "changed = [a for a, b in zip(before, state()) if a != b]; assert not changed, changed"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_train_and_evaluate(
     shapes: Path, tmp_path: Path, tiny_run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

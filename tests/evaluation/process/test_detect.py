@@ -1,4 +1,6 @@
-"""Detection over a split, whose classes are matched by name, and the validation loss."""
+"""Detection over a split: every image once, for all batch sizes and numbers of ranks; bad outputs
+are named. Classes are matched by name: a new export may renumber and reorder them. The validation loss
+does not depend on the batches either."""
 
 import json
 import shlex
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
+from helpers import run_ranks, start_script
 from PIL import Image
 from tiny_network import Tiny
 
@@ -89,6 +92,27 @@ def test_bad_weights_exit_7(cli: Cli, checkpoint: Path, value: float) -> None:
     for command in (["evaluate", "bad.pt", "--device", "cpu"], ["predict", "bad.pt", "x.png"]):
         result = cli(*command).expect(7, "NaN or infinite")
         assert result.out == ""
+
+
+# Rank R evaluates the R-th run that the first argument names.
+EVALUATE = """
+import os, sys
+from ssdctl.cli.main import main
+main(["evaluate", sys.argv[1].split()[int(os.environ["RANK"])], *sys.argv[2:]])
+"""
+
+
+def test_a_run_that_another_rank_sees_later(cli: Cli, tiny_run: Path) -> None:
+    """Ranks list the checkpoints of a training that goes on at different moments."""
+    for name in ("run", "later"):
+        shutil.copytree(tiny_run, name, symlinks=True)
+    (newest, *_) = Path("later/checkpoints").glob("step-*.pt")
+    shutil.copy(newest, newest.with_name("step-00009999.pt"))
+    options = ("--all", *LOW, "--device", "cpu", "--json")
+    one = cli("evaluate", "run", *options)
+    ranks = run_ranks(2, EVALUATE, "run later", *options, start=start_script)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert ranks[0].out == one.out
 
 
 def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:

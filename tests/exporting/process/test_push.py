@@ -19,6 +19,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint.file import load_resumable, save_checkpoint
+from ssdctl.runs.folder import data_name
 
 # huggingface_hub's, of its HTTP client.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -133,6 +134,14 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
     push(cli, last, "--out", "card", "--samples", 0).expect(0)
     text = Path("card/README.md").read_text()
     assert ("--overfit 4`: they say nothing" in text, "model-index" in text) == (True, False)
+
+
+def test_the_data_of_a_run_is_named() -> None:
+    settings = {"data.root": "/a/photos", "train.overfit": None, "train.fake_data": False}
+    assert data_name(settings) == "photos"
+    assert data_name({**settings, "train.overfit": 4}) == "photos (overfit: 4 images)"
+    assert data_name({**settings, "train.fake_data": True}) == "fake"
+    assert data_name({}) == ""
 
 
 def test_the_snippet_detects_without_ssdctl(cli: Cli, tiny_run: Path, image_file: Path) -> None:

@@ -1,5 +1,7 @@
-"""Jobs on a Slurm of this test's own (Debian: munge slurmctld slurmd slurm-client), with a key, ports
-and folders of its own; nothing of an installed cluster is touched.
+"""Jobs on a Slurm of this test's own.
+
+munged, slurmctld and slurmd (Debian: munge slurmctld slurmd slurm-client) run on this machine with
+a key, ports and folders of their own; nothing of an installed cluster is touched.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from subprocess import PIPE
 
 import pytest
 from conftest import TINY_RUN
-from helpers import has_steps, records, wait_for
+from helpers import records, wait_for
 from launch.plans import plan_for
 
 from ssdctl.config.sections import SlurmConfig
@@ -123,9 +125,12 @@ def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_p
     options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
     argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options, "--steps", "9"]
 
+    def trains() -> bool:
+        return (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1
+
     with subprocess.Popen(argv, text=True, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
         try:
-            wait_for(lambda: has_steps(run))
+            wait_for(trains)
             asked("scancel", "--signal=USR1", "--name=ssdctl")
             start_the_requeued_job(process.stderr.readline(), run)
             out, err = process.communicate(timeout=200)
@@ -200,3 +205,16 @@ def test_a_canceled_job_leaves_no_folder(tmp_path: Path) -> None:
     assert COMMENT.partition("=")[2] in asked("scontrol", "show", "job", job)
     asked("scancel", job)
     wait_for(lambda: not list(tmp_path.glob(".ssdctl-*")))
+
+
+@pytest.mark.usefixtures("slurm_daemons")
+def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
+    """Slurm calls it process 0 of all tasks; it would wait for the others for ever."""
+    code = "from ssdctl.distributed import find_ranks; print(*find_ranks())"
+    python = f"{sys.executable} -c {shlex.quote(code)}"
+    script = f"#!/bin/bash\n{python}\nsrun --label {python}\n"
+    argv = ["sbatch", "--wait", "-n", "2", "-o", "out"]
+    subprocess.run(argv, input=script, text=True, check=True, capture_output=True, timeout=60)
+    single, *ranks = (tmp_path / "out").read_text().splitlines()
+    assert single == "0 1 0"
+    assert sorted(ranks) == ["0: 0 2 0", "1: 1 2 1"]
