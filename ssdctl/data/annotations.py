@@ -403,17 +403,17 @@ def class_texts(classes: Sequence[ClassName]) -> list[str]:
 
 
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:
-    """Return the position in `actual` of each class of `expected`, or None if their names differ.
+    """Return the position in `actual` of each class of `expected`, -1 if `actual` lacks it.
 
-    Category ids and the order do not matter: a labeling tool may renumber them at each export.
-    Classes with equal names are matched in the order in which they come.
+    Return None if `actual` has other classes, too. Category ids and the order do not matter: a
+    labeling tool may renumber them at each export. Classes with equal names are matched in the
+    order in which they come.
     """
     positions: dict[str, list[int]] = {}
     for position, entry in enumerate(actual):
         positions.setdefault(nfc(entry.name), []).append(position)
-    if Counter(nfc(c.name) for c in expected) != {name: len(p) for name, p in positions.items()}:
-        return None
-    return [positions[nfc(entry.name)].pop(0) for entry in expected]
+    found = [(positions.get(nfc(entry.name)) or [-1]).pop(0) for entry in expected]
+    return None if any(positions.values()) else found
 
 
 def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> str:

@@ -38,7 +38,7 @@ class ImageVersions(NamedTuple):
 
     def keys(self) -> NDArray[np.int64]:
         """Return size and checksum of each file, (N,)."""
-        return (self.fingerprints.bytes << 32) + self.fingerprints.sketch
+        return self.fingerprints.of_contents()
 
     def only(self, rows: NDArray[np.bool_]) -> ImageVersions:
         columns = FingerprintColumns._make(column[rows] for column in self.fingerprints)

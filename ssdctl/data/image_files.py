@@ -39,6 +39,10 @@ class FingerprintColumns(NamedTuple):
     modified_ns: NDArray[np.int64]  # N
     sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
 
+    def of_contents(self) -> NDArray[np.int64]:
+        """Return size and checksum of each file, (N,); copies have the same."""
+        return (self.bytes << 32) + self.sketch
+
 
 def require_root(root: Path) -> None:
     if not root.exists():

@@ -35,6 +35,7 @@ Encoding = Literal["jpeg", "raw"]
 Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 Types = Mapping[str, pa.DataType]
 
+SPREAD = np.uint64(0x9E3779B97F4A7C15)  # of Fibonacci hashing
 FINGERPRINT_COLUMNS = dict.fromkeys(FingerprintColumns._fields, pa.int64())
 SHARD_COLUMNS = {"image": pa.large_binary()}
 RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | FINGERPRINT_COLUMNS
@@ -222,6 +223,12 @@ def read_images(folder: Path, split: str, at_most: int | None = None) -> Indexed
         numbers(table, "usable"),
         fingerprints_of(table),
     )
+
+
+def image_contents(index: Path) -> NDArray[np.uint64]:
+    """Return a number of 48 bits for the content of each image file, (N,), spread evenly."""
+    of_contents = fingerprints_of(read_table(index, FINGERPRINT_COLUMNS)).of_contents()
+    return of_contents.astype(np.uint64) * SPREAD >> np.uint64(16)
 
 
 def fingerprints_of(table: Any) -> FingerprintColumns:

@@ -44,6 +44,7 @@ from ssdctl.files import (
 )
 from ssdctl.runtime.system import allow_open_files
 
+MAX_SAMPLE = 128  # images; one of them is found if 5 percent of all are (99.9 percent certain)
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
 
 
@@ -83,8 +84,18 @@ class Split(NamedTuple):
 
     def training_digest(self) -> str:
         """Return a fingerprint of the images to train on; tiles do not change it."""
-        rows = np.unique(self.trainable[self.trainable < self.num_images])
-        return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]
+        return hashlib.sha256(self.image_ids[self._trained_images()].tobytes()).hexdigest()[:12]
+
+    def _trained_images(self) -> NDArray[np.int64]:
+        return np.unique(self.trainable[self.trainable < self.num_images])
+
+    def training_sample(self) -> list[str]:
+        """Return the contents of at most 128 images to train on; a split with any has such images.
+
+        The same of each split: those with the smallest numbers.
+        """
+        contents = index.image_contents(self.index_file)[self._trained_images()]
+        return [f"{content:012x}" for content in np.unique(contents)[:MAX_SAMPLE].tolist()]
 
     def digest(self) -> str:
         """Return a fingerprint of all that training and scoring depend on, without the pixels."""

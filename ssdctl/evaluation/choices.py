@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,15 @@ from numpy.typing import NDArray
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data import prepare_command
-from ssdctl.data.annotations import Annotations, ClassName, class_differences, match_classes
+from ssdctl.data.annotations import (
+    MAX_NAMED,
+    Annotations,
+    ClassName,
+    class_differences,
+    match_classes,
+)
 from ssdctl.data.coco_json import UNUSED
-from ssdctl.data.index import read_made
+from ssdctl.data.index import image_contents, read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
@@ -76,18 +82,38 @@ def name_of_images(root: Path, split: str, fold: Fold | None, *, is_default: boo
     return f"{root} {split}{part}" + " (the default dataset)" * is_default
 
 
-def choose_fold(checkpoint: ModelFile, config: Config, root: Path) -> Fold | None:
+def choose_fold(
+    checkpoint: ModelFile, config: Config, root: Path, splits: Mapping[str, Split]
+) -> Fold | None:
     """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
 
-    A split or another dataset that the user names takes precedence.
+    A split or another dataset that the user names takes precedence; one that was moved is the same.
     """
     settings = checkpoint.run_settings or {}
-    own, _ = dataset_folders(trained_on(checkpoint))
     if settings.get("train.fold") is None or config.is_chosen("evaluate.split"):
         return None
-    if real_path(own) != real_path(root):
-        return None
-    return settings["train.fold"], settings.get("train.group")
+    fold = settings["train.fold"], settings.get("train.group")
+    if not _is_own(checkpoint, root):
+        if (train := splits.get("train")) is None:
+            return None
+        trained = without_images(train, fold_rows(train, *fold))
+        now = trained.labels_digest(), trained.training_digest()
+        if now not in [(r.get("labels"), r.get("image_ids")) for r in _events(checkpoint)]:
+            return None
+    return fold
+
+
+def _is_own(checkpoint: ModelFile, root: Path) -> bool:
+    """Return whether a dataset has the path of the one that a checkpoint's run trained on."""
+    own, _ = dataset_folders(trained_on(checkpoint))
+    return real_path(own) == real_path(root)
+
+
+def _events(checkpoint: ModelFile) -> list[Record]:
+    """Return the events of a checkpoint's run; none of a checkpoint without its run."""
+    with contextlib.suppress(SsdctlError):
+        return Run(run_of(checkpoint.path).path).events
+    return []
 
 
 def warn_of_images(
@@ -116,22 +142,29 @@ def warning_of_division(
         split: The split that is scored.
         held: The training images that are scored; None scores the validation split.
     """
-    if not _was_divided_anew(checkpoint, root, split, held):
+    if not checkpoint.run_settings:
         return None
-    return (
-        f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
-        "have trained on images that are scored"
-    )
+    records = _events(checkpoint)
+    if _is_own(checkpoint, root):
+        if not _was_divided_anew(checkpoint, split, held, records):
+            return None
+        return (
+            f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
+            "have trained on images that are scored"
+        )
+    trained = {content for record in records for content in record.get("sample", ())}
+    contents = image_contents(split.index_file)
+    scored = contents if held is None else contents[held]
+    if trained.isdisjoint(f"{content:012x}" for content in scored):
+        return None
+    return f"{checkpoint.path} was trained on images of {root} that are scored"
 
 
 def _was_divided_anew(
-    checkpoint: ModelFile, root: Path, split: Split, held: NDArray[np.int64] | None
+    checkpoint: ModelFile, split: Split, held: NDArray[np.int64] | None, records: Sequence[Record]
 ) -> bool:
     """Return whether the dataset is divided in another way than when the run began."""
     settings = checkpoint.run_settings or {}
-    own, _ = dataset_folders(trained_on(checkpoint))
-    if not settings or real_path(own) != real_path(root):
-        return False
     now: dict[str, object] = {"division": split.division}
     if held is not None:
         train = split
@@ -145,9 +178,6 @@ def _was_divided_anew(
             return True
         if not (settings.get("train.limit_train") or settings.get("train.overfit")):
             now["image_ids"] = train.training_digest()
-    records: list[Record] = []
-    with contextlib.suppress(SsdctlError):  # a checkpoint without its run
-        records = Run(run_of(checkpoint.path).path).events
     return any(record.get(key, value) != value for record in records for key, value in now.items())
 
 
@@ -205,16 +235,20 @@ def dataset_category_ids(
 ) -> NDArray[np.int64]:
     """Return the dataset's category id of each class of a checkpoint, matched by name.
 
-    Outputs that torchvision keeps for ids that COCO left out have -1.
+    Classes that the dataset lacks have -1, and outputs that torchvision keeps for ids that COCO
+    left out.
 
     Raises:
-        IntegrityError: The checkpoint and the dataset have different classes.
+        IntegrityError: The dataset has classes that the checkpoint lacks.
     """
     ids = np.array([c.id for c in classes], np.int64)
     known = [c for c in checkpoint.classes if c.name != UNUSED]
     order = match_classes(known, classes)
-    if checkpoint.classes and order is not None:
-        matched = iter(ids[order])
+    if order is not None and max(order, default=-1) >= 0:
+        if absent := [c.name for c, n in zip(known, order, strict=True) if n < 0]:
+            text = "%s has no class %s: detections of it do not count"
+            log.warning(text, root, " or ".join(absent[:MAX_NAMED]))
+        matched = iter(np.append(ids, -1)[order])
         return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
     difference = class_differences(known, classes)
     if not checkpoint.classes:  # a third-party file without names: only the number can be compared

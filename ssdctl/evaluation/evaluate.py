@@ -28,7 +28,7 @@ from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, require_metadata
 from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store_folder import dataset_folders, real_path
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
@@ -41,7 +41,6 @@ from ssdctl.evaluation.choices import (
     name_of_images,
     require_images,
     rows_to_score,
-    trained_on,
     warn_of_images,
 )
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections, read_ground_truth
@@ -156,7 +155,8 @@ def evaluate_folds(
         _require_target(detections_file)
         read = from_first(lambda: [read_model(file) for file in files], ranks)
         _check_folds(read, config)
-        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        config = _with_data_of(read[0], config)
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks, "only_fold": True}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
         found = [part for part in parts if part is not None]
         evaluation = None
@@ -182,17 +182,21 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
             f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
             hint="name the K runs of --fold 1/K to K/K, or one run",
         )
-    datasets = [map(real_path, dataset_folders(trained_on(c))) for c in checkpoints]
-    groups = [s.get("train.group") for s in settings]
-    if len({(*folders, group) for folders, group in zip(datasets, groups, strict=True)}) > 1:
-        raise UsageError(f"{names}: folds of different datasets or groups")
-    root, _ = dataset_folders(choose_data(checkpoints[0], config))
-    if choose_fold(checkpoints[0], config, root) is None:
+    if len({s.get("train.group") for s in settings}) > 1:
+        raise UsageError(f"{names}: folds of different groups (--group)")
+    if config.is_chosen("evaluate.split"):
         raise UsageError(
             f"{names}: the folds are scored together on the images that each did not train on, "
-            "not on another split or dataset",
-            hint="leave --split and --data out, or name one run",
+            "not on another split",
+            hint="leave --split out, or name one run",
         )
+
+
+def _with_data_of(checkpoint: ModelFile, config: Config) -> Config:
+    """Return the config with the dataset to score a checkpoint on, as if the call named it."""
+    data = choose_data(checkpoint, config)
+    config = config.with_value("data.root", data.root, of_call("--data"))
+    return config.with_value("data.store", data.store)
 
 
 def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
@@ -242,9 +246,7 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
             if (checkpoint := checkpoints.get(n)) is None:
                 found[n] = _read_results(file, config)
                 continue
-            data = choose_data(checkpoint, config)
-            config = config.with_value("data.root", data.root, of_call("--data"))
-            config = config.with_value("data.store", data.store)
+            config = _with_data_of(checkpoint, config)
             found[n] = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
     first, second = found[0], found[1]
     if first is None or second is None:
@@ -366,6 +368,7 @@ def detect_on_split(
     ranks: Ranks = SINGLE_PROCESS,
     name: str | None = None,
     fold_of: ModelFile | None = None,
+    only_fold: bool = False,
 ) -> DetectedSplit | None:
     """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
@@ -375,6 +378,7 @@ def detect_on_split(
         ranks: Each detects on its share of the images.
         name: Replaces the path in messages.
         fold_of: The checkpoint whose fold is scored; None: this one.
+        only_fold: Raise UsageError if the dataset is not the one that the fold is of.
     """
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
@@ -384,9 +388,14 @@ def detect_on_split(
     config = fit_to_graph(checkpoint, config)
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    fold = choose_fold(fold_of or checkpoint, config, root)
-    name_of_split = settings.split if fold is None else "train"
     splits = open_on_all_ranks(root, folder, ranks, progress)
+    fold = choose_fold(fold_of or checkpoint, config, root, splits)
+    if fold is None and only_fold:
+        raise UsageError(
+            f"{checkpoint.path}: {root} is not the dataset of its fold, or has other labels now",
+            hint="name that dataset with --data DIR, or score one run on --split",
+        )
+    name_of_split = settings.split if fold is None else "train"
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
     warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)

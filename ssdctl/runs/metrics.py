@@ -57,6 +57,8 @@ class Started(Event, frozen=True):
     time: datetime
     train_images: int
     val_images: int
+    labels: str | None = None  # fingerprints, which other images change, too
+    val_labels: str | None = None
 
 
 class Ended(Event, frozen=True):

@@ -311,11 +311,20 @@ class Run:
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return the settings in which runs differ: key -> each run's value, None if it has none."""
-    trained = [run.settings for run in runs if run.is_trained]
+    """Return the settings in which runs differ: key -> each run's value, None if it has none.
+
+    If they were trained or scored on other labels, these are named by their fingerprints.
+    """
+    trained = [run.settings | _labels(run) for run in runs if run.is_trained]
     keys = sorted({key for settings in trained for key in settings})
     rows = {key: [settings.get(key) for settings in trained] for key in keys}
     return {k: v for k, v in rows.items() if any(value != v[0] for value in v)}
+
+
+def _labels(run: Run) -> dict[str, str | None]:
+    last = events_of(run.metrics, Started)[-1:]
+    names = ("training labels", "validation labels")
+    return {n: v for s in last for n, v in zip(names, (s.labels, s.val_labels), strict=True)}
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:

@@ -143,6 +143,10 @@ def test_a_dataset_that_is_divided_in_another_way_is_noticed(tmp_path: Path, cli
     assert "divided in another way" not in cli(*train, *options).err
     cli(*prepare, "--split", 0.8).expect(0)
     assert "divided in another way" in cli(*train, *options).err
+    copy = shutil.copytree(root, "copy")  # the path does not matter
+    cli("prepare", "--data", copy, "--no-pack", "--split", 0.2, "--store", "store").expect(0)
+    elsewhere = ("--data", copy, "--store", "store", "--device", "cpu")
+    cli("evaluate", "first", *elsewhere).expect(0, "was trained on images of copy")
     shutil.rmtree(root / "train")
     exports.roboflow_yolo(root)  # with its own validation images
     assert "validation images were added" in cli(*train, "--dry-run").err

@@ -54,6 +54,7 @@ class FolderWriter(Observer):
             "global_batch_size": self._plan.global_batch_size,
             "world_size": start.world_size,
             **images,
+            "sample": start.train.training_sample(),
         }
         record = self._record("event", start.step, event="started", **facts)
         self._unwritten = record

@@ -165,6 +165,15 @@ def test_classes_match_by_name(cli: Cli, checkpoint: Path, shapes: Path, tmp_pat
     message = " ".join(refused.err.split())
     assert "missing: star; not in the checkpoint: comet" in message
     assert "brick" not in message
+    for path in root.glob("annotations/*.json"):  # without comets
+        truth = json.loads(path.read_text())
+        comet = next(c for c in truth["categories"] if c["name"] == "comet")
+        truth["categories"].remove(comet)
+        truth["annotations"] = [a for a in truth["annotations"] if a["category_id"] != comet["id"]]
+        path.write_text(json.dumps(truth))
+    command = ("evaluate", checkpoint, "--data", root, *options)
+    cli(*command, "--detections", "four.json").expect(0, "no class star")
+    assert comet["id"] not in {d["category_id"] for d in json.loads(Path("four.json").read_text())}
 
 
 def test_classes_of_one_name_keep_their_order() -> None:
@@ -172,6 +181,7 @@ def test_classes_of_one_name_keep_their_order() -> None:
         [ClassName(n, name) for n, name in enumerate(names)] for names in ("aba", "baa")
     )
     assert match_classes(known, listed) == [1, 0, 2]
+    assert match_classes(known, listed[:2]) == [1, 0, -1]
 
 
 def test_renumbered_classes_resume(cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path) -> None:

@@ -129,10 +129,14 @@ def test_runs_side_by_side(tiny_run: Path, run: Path, cli: Cli) -> None:
     assert 'id="settings"' not in page
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("momentum = 0.9", "momentum = 0.8"))
+    metrics = (run / "metrics.jsonl").read_text()
+    metrics = re.sub('"val_labels": "[^"]*"', '"val_labels": "of others"', metrics)
+    (run / "metrics.jsonl").write_text(metrics)
     page = report_of_two(cli, tiny_run, run)
     settings = section(page, 'id="settings"', 'id="samples"')
     assert '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>' in settings
     assert settings.count("<td>train.") == 1
+    assert '<td class="wide">of others</td>' in settings
     assert len(page) < 1_500_000
 
 

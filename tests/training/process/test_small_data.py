@@ -117,7 +117,13 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
     assert cli("report", *runs, "--out", page).code == 0
     assert "2 of 2 folds of" in page.read_text(encoding="utf-8")
     refused = cli("evaluate", *runs, "--data", next(shapes.glob("annotations/*val*")))
-    refused.expect(2, "not on another split or dataset")
+    refused.expect(2, "not the dataset of its fold")
+    cli("evaluate", *runs, "--split", "val").expect(2, "not on another split")
+    moved, fold = shutil.copytree(shapes, "moved"), ("evaluate", "--limit", 1, "--json")
+    shutil.rmtree("moved/prepared")
+    both = [cli(*fold, *runs, "--data", data).expect(0) for data in (shapes, moved)]
+    first, second = (json.loads(result.out)["AP"] for result in both)
+    assert first == second
     scored = cli("evaluate", *runs, "--limit", 1, "--data", f"{shapes}/../{shapes.name}")
     assert (scored.code, "divided in another way" in scored.err) == (0, False), scored.err
     with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
