@@ -82,7 +82,7 @@ class ImageDetector:
         self.classes = list(classes)
         self.options = options
         self.tiling = tiling
-        self._thresholds = np.array([0, *thresholds]) if thresholds else None
+        self._thresholds = thresholds
         self._selected = _selected_labels([c.name for c in classes], options.classes)
 
     @property
@@ -128,11 +128,9 @@ class ImageDetector:
     def _result(
         self, image: PreparedImage, found: Sequence[tuple[Window, ImageDetections]]
     ) -> Result:
-        boxes, scores, labels = merge_views(found, image.size, self.backend.nms_iou)
-        is_kept = np.isin(labels, self._selected)
-        if self._thresholds is not None:
-            is_kept &= scores > self._thresholds[labels]
-        kept = np.flatnonzero(is_kept)[: self.options.max_detections]
+        rules = self.backend.nms_iou, self._thresholds
+        boxes, scores, labels = merge_views(found, image.size, *rules)
+        kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
         return Result(
             boxes[kept],
             scores[kept],

@@ -237,7 +237,10 @@ def _offset_by_class(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
 
 
 def merge_views(
-    found: Sequence[tuple[Window, ImageDetections]], size: tuple[int, int], nms_iou: float
+    found: Sequence[tuple[Window, ImageDetections]],
+    size: tuple[int, int],
+    nms_iou: float,
+    thresholds: Sequence[float] = (),
 ) -> Merged:
     """Merge the detections in an image of `size` and its tiles: the best score first, clipped.
 
@@ -248,9 +251,15 @@ def merge_views(
     Args:
         found: The detections in each view, in fractions of its window.
         nms_iou: Drop a box that overlaps a better one of its class by more.
+        thresholds: The score of each class that counts, as scores must exceed it; empty: all do.
+            Other boxes replace none: a cut box may be the only one that counts.
     """
     is_clipped = len(found) > 1  # an object that exceeds its tile is on another one, too
     columns = [_in_pixels(detections, window, is_clipped) for window, detections in found]
+    if thresholds:
+        least = np.array([0, *thresholds])
+        kept_rows = [scores > least[labels] for _, scores, labels in columns]
+        columns = [(b[k], s[k], n[k]) for (b, s, n), k in zip(columns, kept_rows, strict=True)]
     boxes, scores, labels = (np.concatenate(column) for column in zip(*columns, strict=True))
     if len(found) == 1:
         return boxes, scores, labels

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -320,12 +319,11 @@ class SSD300(nn.Module):
         limits: Sequence[float],
         nms_iou: float,
     ) -> Result:
-        boxes, scores, labels = merge_views(found, opened.size, nms_iou)
-        kept = scores > np.array([0, *limits])[labels]
+        boxes, scores, labels = merge_views(found, opened.size, nms_iou, limits)
         return Result(
-            boxes[kept],
-            scores[kept],
-            labels[kept],
+            boxes,
+            scores,
+            labels,
             classes=self.classes or numbered_classes(self.num_classes - 1),
             size=opened.size,
             image=image,

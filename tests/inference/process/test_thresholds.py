@@ -57,6 +57,21 @@ def test_predictions_use_the_thresholds_of_the_checkpoint(
     assert "best F1" not in result.err
 
 
+def test_in_tiles_a_class_is_detected_as_with_its_own_threshold(
+    with_thresholds: Path, thresholds: list[float | None], shapes: Path
+) -> None:
+    """A box below its threshold replaces none: complete boxes come before cut ones."""
+    images = sorted(shapes.glob("val*/*.jpg"))
+    best = ssdctl.load(with_thresholds, device="cpu", tile=100).predict(images)
+    for label, threshold in enumerate(thresholds, 1):
+        if threshold is None:
+            continue
+        detector = ssdctl.load(with_thresholds, device="cpu", tile=100, score=threshold)
+        for found, expected in zip(best, detector.predict(images), strict=True):
+            actual = found.boxes[found.labels == label]
+            np.testing.assert_allclose(actual, expected.boxes[expected.labels == label], atol=0.01)
+
+
 def test_best_without_thresholds_is_refused(
     checkpoint: Path, image_file: Path, cli: Cli, tmp_path: Path
 ) -> None:
