@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import name_newest_run
-from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
+from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, Stopped, UsageError
 from ssdctl.files import (
     atomic_write,
     free_name,
@@ -25,6 +25,7 @@ from ssdctl.files import (
     require_own_file,
 )
 from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
+from ssdctl.runtime.signals import ENDING
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -226,6 +227,9 @@ def _predict(
     total = f"{counted(images, 'image')}, {counted(objects, 'object')}"
     _close(call, records, " -> ".join(filter(None, [total, ", ".join(written)])), out)
     if interrupt is not None:
+        if writer is not None and writer.names and str(interrupt) in ENDING:
+            hint = f"remove {out} or choose another --out, then run it again"
+            raise Stopped(f"stopped by {interrupt}", hint=hint)
         raise interrupt
     if failures:
         raise _error(failures, len(sources))

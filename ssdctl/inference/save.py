@@ -7,7 +7,7 @@
 json         detections.json, as printed with --json
 coco         coco.json: a dataset with scores (CVAT, FiftyOne, Roboflow); results.json: COCO's
              results format with the same image ids
-yolo         labels/NAME.txt per image, images/NAME linked to the image, data.yaml
+yolo         labels/NAME.txt per image, images/NAME linked to the image (or a copy), data.yaml
 labelstudio  tasks.json with pre-annotations, in percent; labels.xml: the labeling interface
 
 Boxes are clipped to their image, except in results.json. Those without an area, which lie outside
@@ -33,8 +33,8 @@ from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
 from ssdctl.files import (
-    disk_errors,
     free_name,
+    link_or_copy,
     make_dir,
     require_own_file,
     write_bytes,
@@ -59,7 +59,7 @@ def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
 class Writer:
     """Writes the detections on images into a folder; classes are those they may have, by label."""
 
-    names: tuple[str, ...]  # files and folders that it writes
+    names: tuple[str, ...] = ()  # files and folders that it writes and never replaces
 
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self.folder = folder
@@ -149,17 +149,27 @@ class YoloWriter(Writer):
             f"{self._numbers[label]} {x:.6f} {y:.6f} {width:.6f} {height:.6f}\n"
             for label, (x, y, width, height) in zip(found.labels.tolist(), rows, strict=True)
         ]
-        write_text(self.folder / "labels" / f"{stem}.txt", "".join(lines))
         suffix = source.path.suffix
         if suffix.lower() not in IMAGE_SUFFIXES:  # a web address need not end in one
             suffix = ".jpg"
         image = self.folder / "images" / (stem + suffix)
-        if not isinstance(result.image, Path):
+        if isinstance(result.image, Path):
+            self._link(image, result.image)
+        else:
             write_bytes(image, result.image.getvalue())
-            return
+        write_text(self.folder / "labels" / f"{stem}.txt", "".join(lines))
+
+    def _link(self, image: Path, source: Path) -> None:
         make_dir(image.parent)
-        with disk_errors(image, "linking"):
-            image.symlink_to(result.image.absolute())
+        try:
+            image.symlink_to(source.absolute())
+        except FileExistsError:
+            raise UsageError(
+                f"{image}: exists since another `predict` writes to {self.folder}",
+                hint="choose another --out",
+            ) from None
+        except OSError:  # a file system without links
+            link_or_copy(source, image)
 
     def close(self) -> str:
         import yaml

@@ -1,7 +1,9 @@
 """Detections as labeling tools import them."""
 
+import errno
 import io
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from urllib.parse import unquote
@@ -102,9 +104,26 @@ def test_yolo(results: Results) -> None:
     assert names == {0: "car (id 0)", 1: "car (id 9)"}
     with pytest.raises(UsageError, match="labels"):  # they may have been corrected
         WRITERS["yolo"](folder, {1: CLASSES[0]})
+    first, second = (WRITERS["yolo"](Path("both"), {1: CLASSES[0], 3: CLASSES[2]}) for _ in "ab")
+    first.add(*results[0])
+    with pytest.raises(UsageError, match="another `predict`"):  # at the same time
+        second.add(*results[0])
     (folder.parent / "data.yaml").write_text("names: [a]")  # another dataset
     with pytest.raises(UsageError, match=r"data\.yaml"):
         WRITERS["yolo"](folder.parent, {1: CLASSES[0]})
+
+
+def test_images_are_copied_where_links_do_not_exist(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links", "a", None, "b")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    monkeypatch.setattr(os, "link", refused)
+    copies = [*(save("yolo", results) / "images").iterdir()]
+    assert len(copies) == 3
+    assert not any(path.is_symlink() for path in copies)
 
 
 def test_label_studio(results: Results) -> None:

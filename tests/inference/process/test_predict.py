@@ -24,6 +24,7 @@ from ssdctl.data.tiles import tile_windows
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.predict import Predictor
+from ssdctl.inference.save import YoloWriter
 
 Cli = Callable[..., CliResult]
 COMMON = ("--score", 0.02, "--device", "cpu")
@@ -374,3 +375,20 @@ def test_tiles_find_small_objects(
     assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in detections)
     assert [d.score for d in detections] == sorted((d.score for d in detections), reverse=True)
     assert tiled.predict(corner) == single
+
+
+def test_results_until_a_signal_are_kept(
+    predict: Cli, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = YoloWriter.add
+
+    def stopped(writer: YoloWriter, *arguments: Any) -> None:
+        if any(writer.folder.rglob("*.txt")):
+            raise KeyboardInterrupt("SIGTERM")
+        add(writer, *arguments)
+
+    monkeypatch.setattr(YoloWriter, "add", stopped)
+    stop = predict(*image_files[:2], "--save", "yolo", "--out", "labels")
+    stop.expect(75, "remove labels")
+    assert len([*Path("labels/images").iterdir()]) == 1
+    assert Path("labels/data.yaml").is_file()
