@@ -90,10 +90,12 @@ class Split(NamedTuple):
         return np.unique(self.trainable[self.trainable < self.num_images])
 
     def training_sample(self) -> list[str]:
-        """Return the contents of at most 128 images to train on; a split with any has such images.
+        """Return the contents of at most 128 images to train on: those of the smallest numbers.
 
-        The same of each split: those with the smallest numbers.
+        A split with any of them has images that were trained on. Fake data has none.
         """
+        if self.index_file == Path():
+            return []
         contents = index.image_contents(self.index_file)[self._trained_images()]
         return [f"{content:012x}" for content in np.unique(contents)[:MAX_SAMPLE].tolist()]
 
