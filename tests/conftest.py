@@ -208,3 +208,9 @@ def tiny_run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(tiny_run: Path) -> Path:
     """Return the last checkpoint of the tiny run. Read only."""
     return tiny_run / "checkpoints" / "last.pt"
+
+
+@pytest.fixture
+def run(tiny_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the tiny run (three steps of two images); `train` resumes it."""
+    return shutil.copytree(tiny_run, tmp_path / "run")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from conftest import TINY_RUN, Result
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import seed as with_seed
 from hypothesis.internal.conjecture import engine
 
@@ -27,6 +27,7 @@ from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.cli.main import main
 from ssdctl.distributed import free_port
 
+Train = Callable[..., str]  # the fixture `train`: options, out, data, code -> the error text
 engine.MAX_SHRINKING_SECONDS = 60  # 300 by default, more than a machine's small budget
 
 
@@ -239,6 +240,19 @@ def seeds() -> Iterator[int]:
 
 def seeded(test: Any, number: int | None) -> Any:
     return test if number is None else with_seed(number)(test)
+
+
+def check_examples(
+    check: Any, count: int, number: int | None, *, shrinks: bool = True, **strategies: Any
+) -> None:
+    """Call a function with `count` examples of its arguments; without a seed always the same."""
+
+    def test(**drawn: Any) -> None:
+        note(f"SEED={number}")
+        check(**drawn)
+
+    how = examples(count, number, *[Phase.shrink] * shrinks)
+    how(seeded(given(**strategies)(test), number))()
 
 
 def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> settings:

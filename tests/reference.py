@@ -305,21 +305,11 @@ def _clamp(value: float) -> float:
 
 # --- the network -----------------------------------------------------------------------------
 
-BACKBONE_NAMES = {
-    "mlperf": {
-        "conv1": "model.layer1.0",
-        "bn1": "model.layer1.1",
-        "layer1": "model.layer1.4",
-        "layer2": "model.layer1.5",
-        "layer3": "model.layer2.0",
-    },
-    "nvidia": {
-        "conv1": "feature_extractor.feature_extractor.0",
-        "bn1": "feature_extractor.feature_extractor.1",
-        "layer1": "feature_extractor.feature_extractor.4",
-        "layer2": "feature_extractor.feature_extractor.5",
-        "layer3": "feature_extractor.feature_extractor.6",
-    },
+# Where each layout has the parts of the backbone.
+PARTS = ("conv1", "bn1", "layer1", "layer2", "layer3")
+PLACES = {
+    "mlperf": ("model", ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0")),
+    "nvidia": ("feature_extractor.feature_extractor", (0, 1, 4, 5, 6)),
 }
 
 
@@ -334,7 +324,8 @@ class Network:
 
     def __init__(self, state: Mapping[str, Tensor], layout: str, training: bool = False) -> None:
         self.state, self.layout, self.training = state, layout, training
-        self.names = BACKBONE_NAMES[layout]
+        start, places = PLACES[layout]
+        self.names = {part: f"{start}.{place}" for part, place in zip(PARTS, places, strict=True)}
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized (B, 3, 300, 300) images -> (B, 4, 8732) offsets, (B, C, 8732) logits."""

@@ -160,5 +160,4 @@ def test_gradients_are_finite_at_the_clamps() -> None:
     default = torch.tensor([[0.5, 0.5, 0.2, 0.2]])
     (encode(box, default).sum() + decode(offsets, default).sum()).backward()
     for leaf in (box, offsets):
-        assert leaf.grad is not None
         assert leaf.grad.isfinite().all()

@@ -34,6 +34,8 @@ from ssdctl.config.fields import AUGMENTATION_LISTS
 from ssdctl.config.render import json_schema, toml_value
 from ssdctl.config.settings import TABLES, Setting, all_settings, other_programs, plain_type, select
 from ssdctl.files import parse_toml
+from ssdctl.training.description import facts
+from ssdctl.training.trainer import Trainer
 
 INVALID = object()
 LAYERS = ("file", "variable", "--set", "option")  # a later one overrides those before it
@@ -288,7 +290,6 @@ PLANNED = {
     "data.root": "DATA absent .",
     "model.backbone": "tiny vgg16 nonsense",
     "model.weights": "none absent.pth",
-    "model.extra_norm": "none batch",
     "train.accumulate": "1 3 0",
     "train.augment": "ssd ssd-zoom none flip rotate",
     "train.background": "0 0.3 0.99 1",
@@ -299,18 +300,13 @@ PLANNED = {
     "train.epochs": "1 2 3 0",
     "train.eval_at": "1 2,9",
     "train.eval_every": "0 1 1st 9ep x",
-    "train.execution": "eager compile lazy",
     "train.fold": "1/2 9/9 99/99",
     "train.freeze": "0 4 5",
     "train.init": "CKPT absent.pt . hf://absent",
     "train.limit_train": "1 5 100",
-    "train.lr_decay": "step cosine",
     "train.mllog": "log absent/log",
-    "train.optimizer": "sgd adamw",
     "train.out": "run RUN",
     "train.overfit": "1 3 100",
-    "train.pipeline": "native dali",
-    "train.preset": "nvidia-r50 stable-r34 habana-tf-r34 torchvision-vgg16",
     "train.profile": "1,2 2,1",
     "train.resume": "auto never CKPT absent.pt .",
     "train.save_every": "1st 10min 0",
@@ -319,24 +315,17 @@ PLANNED = {
     "train.tracker": "tensorboard nonsense",
     "train.warmup": "0st 1st 3ep 12st 30 900st",
 }
+CHOSEN = [s for s in OF_TRAIN if s.choices and not s.choice_flags and s.path not in PLANNED]
+PLANNED |= {s.path: " ".join(s.choices) for s in CHOSEN}
 PLAN_FLAGS = [flag for s in OF_TRAIN if s.is_flag or s.choice_flags for flag in s.flags]
-RISKY = ["--resume=CKPT", "--out=RUN", "--init=CKPT", "--tracker=nonsense", "--accumulate=3"]
-RISKY += ["--backbone-weights=absent.pth", "--init=absent.pt", "--backbone=vgg16"]
-PLAN_OPTION = (
-    st.sampled_from(RISKY)
-    | st.sampled_from(PLAN_FLAGS)
-    | st.sampled_from(sorted(PLANNED)).flatmap(
-        lambda path: st.sampled_from(PLANNED[path].split()).map(
-            lambda text: f"{all_settings()[path].flags[0]}={text}"
-        )
+PLAN_OPTION = st.sampled_from(PLAN_FLAGS) | st.sampled_from(sorted(PLANNED)).flatmap(
+    lambda path: st.sampled_from(PLANNED[path].split()).map(
+        lambda text: f"{all_settings()[path].flags[0]}={text}"
     )
 )
 
 
 def opened(words: list[str]) -> tuple[Result, dict[str, Any], dict[str, str]]:
-    from ssdctl.training.description import facts
-    from ssdctl.training.trainer import Trainer
-
     def stop(trainer: Trainer) -> None:
         names = [c.name for c in trainer.splits.train.classes]
         plan, images = trainer.plan, len(trainer.splits.scored_rows)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Group
+from rich.table import Table
 
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
@@ -41,9 +43,6 @@ def replace_streams(
 
 
 def table(text: str) -> Any:
-    from rich.console import Group
-    from rich.table import Table
-
     table = Table(text, title=text, caption=text)
     table.add_row(text)
     return Group(table, text)
@@ -127,14 +126,3 @@ def test_a_next_command_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     lines = [ESCAPES.sub("", line) for line in err.getvalue().splitlines()]
     assert [line.lstrip(" ") for line in lines[-2:]] == [f"next   {command}", command]
     assert all(len(line) <= 60 for line in lines[:-2])
-
-
-def test_the_next_commands_are_those_of_the_outer_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, err = replace_streams(monkeypatch)
-    outer, inner = Console(), Console()
-    with outer.show_log():
-        with inner.show_log():
-            inner.closing([("store", "x")], ["ssdctl inner"])
-        outer.closing([("store", "x")], ["ssdctl outer"])
-    assert "ssdctl inner" not in err.getvalue()
-    assert "ssdctl outer" in err.getvalue()

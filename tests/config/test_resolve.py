@@ -11,20 +11,8 @@ import jsonschema
 import pytest
 
 import ssdctl
-from ssdctl.config.render import (
-    json_schema,
-    snapshot,
-    to_snapshot_toml,
-    to_template_toml,
-    values,
-)
-from ssdctl.config.resolve import (
-    Override,
-    of_call,
-    parse_assignments,
-    preset_overrides,
-    resolve,
-)
+from ssdctl.config.render import json_schema, snapshot, to_snapshot_toml, to_template_toml, values
+from ssdctl.config.resolve import Override, of_call, parse_assignments, preset_overrides, resolve
 from ssdctl.config.settings import Config, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml

@@ -78,10 +78,8 @@ def test_packed_images_are_replaced_only_by_prepare(
         (*train, "--dry-run"),
         ("dataset", "export", dataset, "--store", store, "--to", "yolo", "--out", out),
     ):
-        result = cli(*command)
-        assert result.code == 3, result.err
+        result = cli(*command).expect(3, "instances_train2017.json changed")
         assert f"ssdctl prepare --data {dataset} --store {store}" in result.err
-        assert "instances_train2017.json changed" in result.err
         after = {p: p.read_bytes() for p in store.iterdir() if p in before}
         assert after == before
     prepare(dataset, store, config)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from conftest import Cli
@@ -12,7 +12,6 @@ from data.formats.test_voc import thing, xml
 
 from ssdctl.data.annotations import AUTOMATIC
 from ssdctl.data.dataset import find, read_dataset, resolve_images
-from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.errors import DataError
 
@@ -220,16 +219,6 @@ def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
         file.write(b"drawn")
     found = cli("prepare", "--data", data).err
     assert "1 image with the name, size and boxes of another one" in found
-
-
-def test_frames_of_many_videos_are_found_fast() -> None:
-    names = [f"clip{clip}/{{}}/{frame}" for clip in range(400) for frame in range(10)]
-    files = [f"{name.format('img')}.jpg" for name in names]
-    finder = ImageFinder(Path(), files=files)
-    labels = [PurePosixPath(f"{name.format('labels')}.txt") for name in names]
-    assert [f and f.file for f in finder.find(finder.of_label_files(labels), Path())] == files
-    for same in (files, [f"{file[:-3]}JPG" for file in files]):  # cameras write .JPG
-        assert [f and f.file for f in finder.find([Wanted(f) for f in same], Path())] == files
 
 
 NOTED = [

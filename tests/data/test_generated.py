@@ -1,9 +1,5 @@
 """Random datasets in every format are read, trained on and exported as their generator knows them.
 
-    scripts/test tests/data/test_generated.py                     # 490; 80 are trained on and exported
-    scripts/test -m slow tests/data/test_generated.py             # 2,000 others, and 20,000
-    SEED=7 scripts/test -m slow tests/data/test_generated.py      # the same again
-
 A failure prints the smallest dataset that shows it, its files and the commands; the folder is kept.
 """
 
@@ -33,8 +29,8 @@ from data.generator.worlds import (
     worlds,
 )
 from data.generator.writers import LAYOUTS, WORDS, add_decoys, add_other_files, has_other_categories
-from helpers import SEED, examples, seeded
-from hypothesis import Phase, given, note
+from helpers import SEED, check_examples
+from hypothesis import note
 from PIL import ExifTags, Image
 
 from ssdctl.config import Config, DataConfig, PrepareConfig
@@ -558,14 +554,11 @@ def run(
 ) -> None:
     """Check `count` datasets; without a seed always the same."""
 
-    @examples(count, number, Phase.shrink)
-    @given(worlds({layout: ALL[layout][0]}))
     def check(world: World) -> None:
-        note(f"SEED={number}")
         shutil.rmtree(folder / "case", ignore_errors=True)
         check_one(world, folder / "case")
 
-    seeded(check, number)()
+    check_examples(check, count, number, world=worlds({layout: ALL[layout][0]}))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -36,21 +36,6 @@ def opened(packed: bytes | None) -> Image.Image:
     return Image.open(io.BytesIO(packed or b""))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(encoded(RGB), encoded(RGB, progressive=True), encoded(RGB.convert("L"))),
-        # PNG, whatever its suffix is
-        *(encoded(image, "PNG") for image in (RGB, *map(RGB.convert, ("RGBA", "P", "1")))),
-        encoded(RGB) + b"a camera's notes",
-    ],
-)
-def test_usual_images_pass_as_they_are(tmp_path: Path, content: bytes) -> None:
-    for config in ALL:
-        packed = content if config.pack else None
-        assert checked(tmp_path, content, config)[:3] == (packed, None, None)
-
-
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 0.99])
 def test_a_cut_image_is_found_by_its_ends(tmp_path: Path, format: str, share: float) -> None:

@@ -1,12 +1,11 @@
 """The examples in docs/data.md read the store with other programs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from conftest import Result
+from conftest import Cli
 from data.formats.exports import edited
 from pages import blocks
 
@@ -23,7 +22,7 @@ def run_example(program: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def document(dataset: Path, cli: Callable[..., Result]) -> dict[str, Any]:
+def document(dataset: Path, cli: Cli) -> dict[str, Any]:
     """The training annotations of a dataset that is prepared in ./prepared."""
     path = dataset / "annotations/instances_train2017.json"
     with edited(path) as content:

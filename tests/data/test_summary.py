@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import TINY_RUN, Cli
+import torch
+from conftest import Cli
 from data.formats import exports
+from helpers import train_command
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,8 +25,6 @@ def prepared(cli: Cli, data: Path) -> tuple[dict[str, Any], str]:
 
 @given(st.integers(0, 10_000))
 def test_objects_match_by_the_networks_own_default_boxes(seed: int) -> None:
-    import torch
-
     rng = np.random.default_rng(seed)
     centers, sizes = rng.random((50, 2)), np.exp(rng.uniform(-4.6, 0, (50, 2)))
     edges = np.concatenate([centers - sizes / 2, centers + sizes / 2], axis=1)
@@ -79,8 +79,7 @@ def test_commands_say_that_images_were_trained_on(dataset: Path, cli: Cli, tmp_p
     table = 'images = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
     (dataset / "dataset.toml").write_text(f"[train]\n{table}[val]\n{table}")
     run = tmp_path / "run"
-    trained = cli("train", "--data", dataset, "--out", run, "--steps", 1, *TINY_RUN.split())
-    assert trained.code == 0, trained.err
+    trained = cli(*train_command(dataset, run, "--steps", 1)).expect(0)
     planned = cli("train", "--data", dataset, "--dry-run")
     evaluated = cli("evaluate", run, "--report", tmp_path / "report").expect(0)
     assert cli("report", run).code == 0

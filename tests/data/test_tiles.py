@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from conftest import TINY_RUN, Cli
 from data.formats.exports import write_world
 from data.generator.worlds import Picture, Thing
+from helpers import assert_same_state, last
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ssdctl
-from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.config import PrepareConfig
 from ssdctl.config.fields import Tiling
 from ssdctl.data.open_dataset import count_images
@@ -105,7 +104,6 @@ def test_tiles_show_what_their_boxes_say(
         assert split.image_ids[row] == whole.image_ids[image]
         check_tile(split, row, painted[image])
     covered = [np.zeros(size[::-1], np.bool_) for size, _ in painted]
-    assert split.tiles is not None
     for image, (left, top, right, bottom) in zip(*split.tiles, strict=True):
         covered[image][top:bottom, left:right] = True
     for part, ((width, height), _) in zip(covered, painted, strict=True):
@@ -131,21 +129,21 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     assert cli(*train, "--out", run, "--steps", 2).code == 0
     assert cli(*train, "--out", run, "--tile", 160).code == 2
     assert cli(*train, "--out", run).code == 0
-    last = [load_checkpoint(folder / "checkpoints" / "last.pt") for folder in (run, whole)]
+    trained = last(run)
     for chosen, expected in (
         ({}, Tiling(128, 0.3)),
         ({"tile_overlap": 0.1}, Tiling(128, 0.1)),
         ({"tile": 160}, Tiling(160, 0.3)),
         ({"tile": 0}, None),
     ):
-        assert choose_tiling(last[0], ssdctl.configure(data=chosen)) == expected
+        assert choose_tiling(trained, ssdctl.configure(data=chosen)) == expected
     for command in ("prepare", "train", "launch --dry-run"):
         assert cli(*command.split(), "--data", shapes, "--tile-overlap", 0.1).code == 2
     chosen = ("--tile", 128, "--tile-overlap", 0.3)
     cli("prepare", "--data", shapes, *chosen).expect(0, " ".join(map(str, chosen)))
     with pytest.raises(UsageError, match="there are no tiles"):
-        choose_tiling(last[0], ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
-    assert all(torch.equal(last[0].model[name], last[1].model[name]) for name in last[0].model)
+        choose_tiling(trained, ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
+    assert_same_state(trained, last(whole))
     file = tmp_path / "found.json"
     cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json").expect(0)
     evaluated = sorted(

@@ -16,17 +16,20 @@ from ssdctl.runtime import hardware
 STANDIN = Path(__file__).parents[1] / "standin"
 
 
+def let_adam_capture_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins compute there, where PyTorch refuses what it accepts on their devices."""
+    for name in ("adam", "adamw"):
+        module, supported = sys.modules[f"torch.optim.{name}"], "_get_capturable_supported_devices"
+        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     """Put the fake bridge (tests/standin) on the path; return its calls in order."""
     monkeypatch.syspath_prepend(str(STANDIN))
     monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what it accepts on "hpu".
-    for name in ("adam", "adamw"):
-        module = sys.modules[f"torch.optim.{name}"]
-        supported = "_get_capturable_supported_devices"
-        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
+    let_adam_capture_on_the_cpu(monkeypatch)
     # Pinned memory needs the card's driver.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device: self.clone())
     for name in (hpu.MODE, hpu.RECIPES):  # set by the device: undone after the test
@@ -59,10 +62,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch, pci: Path) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     for name in ("max_memory_allocated", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, lambda: 0, raising=False)
-    for name in ("adam", "adamw"):
-        supported = "_get_capturable_supported_devices"
-        module = sys.modules[f"torch.optim.{name}"]
-        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
+    let_adam_capture_on_the_cpu(monkeypatch)
     precision = torch.get_float32_matmul_precision()
     import torch_tpu
 

@@ -1,17 +1,15 @@
 """What every accelerator does as the CPU does it."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
+from helpers import records
 from tiny_network import batch, build_training, everything, losses
 
 from ssdctl.device import Device, open_device
@@ -62,13 +60,6 @@ def test_weights_are_those_of_the_cpu(device: Device, optimizer: str) -> None:
     for name, expected in ends[0].items():
         atol = rel if name[0].isdigit() else rel / 100  # the optimizer's state, or a weight
         torch.testing.assert_close(ends[1][name], expected, rtol=rel, atol=atol, check_dtype=False)
-
-
-@OPTIMIZERS
-def test_losses_are_those_of_the_cpu(device: Device, optimizer: str) -> None:
-    actual = copied_losses(device, build_training(device, optimizer=optimizer)[2], 6)
-    expected = losses(build_training(CPU, optimizer=optimizer)[2], steps=6)
-    assert actual == pytest.approx(expected, rel=tolerance(device))
 
 
 def test_lower_precisions_are_close(device: Device) -> None:
@@ -130,7 +121,7 @@ def to_host(value: object) -> object:
 def test_a_run_and_its_resume(
     shapes: Path,
     tmp_path: Path,
-    cli: Callable[..., Result],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     execution: str,
@@ -151,9 +142,8 @@ def test_a_run_and_its_resume(
         for steps in (2, 4):
             command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
             cli(*command, "--device", device, "--execution", how).expect(0)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
-        scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]
+        by_device[device] = [r["loss"] for r in records(run, "train")]
+        scores[device] = [r["AP50"] for r in records(run, "eval")]
     assert by_device[name] == pytest.approx(by_device["cpu"], rel=rel)
     assert scores[name] == pytest.approx(scores["cpu"], abs=rel)
     assert scores["cpu"]

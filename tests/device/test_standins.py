@@ -122,13 +122,6 @@ def test_a_busy_card_is_distinguished_from_none(
 
 
 @pytest.mark.parametrize(
-    ("device", "package"), [("hpu", "habana_frameworks"), ("tpu", "torch_tpu")]
-)
-def test_without_the_package_it_is_refused(cli: Cli, device: str, package: str) -> None:
-    cli("train", "--device", device, "--fake-data").expect(2, package)
-
-
-@pytest.mark.parametrize(
     ("fixture", "device", "label"),
     [("calls", "hpu", "Intel Gaudi"), ("tpu", "tpu --execution eager", "TPU v5e")],
 )

@@ -1,11 +1,4 @@
-"""A loopback HTTP server that follows a script: each route is a function from request to reply.
-
-with Server() as server:
-    url = server.route("/a.bin", file(content))
-    ...
-    server.requests      # what came, in order
-    server.body_bytes    # what went out
-"""
+"""A loopback HTTP server that follows a script: each route is a function from request to reply."""
 
 from __future__ import annotations
 

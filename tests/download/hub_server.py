@@ -1,9 +1,5 @@
 """A loopback server with the endpoints of the Hugging Face Hub that fetching and pushing models use.
 
-with HubServer() as hub:
-    hub.repositories["org/name"] = Repository({"config.json": b"{}"})
-    HF_ENDPOINT = hub.url
-
 Files over 1 MiB, and those that end in .safetensors, go through LFS, as on the Hub.
 """
 
@@ -137,7 +133,6 @@ class HubServer(Server):
             elif item["key"] == "lfsFile":
                 repository.files[value["path"]] = self.blobs[value["oid"]]
         commit = repository.commit("main")
-        assert commit is not None
         url = f"{self.url}/{match[1]}/commit/{commit[0]}"
         return _json({"commitUrl": url, "commitOid": commit[0]})
 

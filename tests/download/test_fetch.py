@@ -40,7 +40,6 @@ def append(partial: PartialFile, content: bytes) -> None:
     """Store the first missing bytes of a file, as one connection."""
     partial.piece_bytes = partial.num_bytes
     piece = partial.take()
-    assert piece is not None
     partial.write(piece, content)
 
 
@@ -165,7 +164,6 @@ def claims(template: str, more: int = 0) -> Route:
     """Return a route whose Content-Range is wrong, and whose body is longer by `more` bytes."""
 
     def reply(request: Request) -> Reply:
-        assert request.range is not None
         first, last = request.range
         text = template.format(first, last, first + 1, last + 1, len(CONTENT))
         return Reply(206, {"ETag": '"1"', "Content-Range": text}, CONTENT[first : last + 1 + more])

@@ -64,7 +64,6 @@ def test_a_model_is_fetched_once_and_then_found_without_network(
         predictor = ssdctl.load(NAME, device="cpu")
     assert predictor.model.class_names == ["disc", "box"]
     commit = hub.repositories["acme/shapes-ssd"].commit("main")
-    assert commit is not None
     assert commit[0] in caplog.text
     assert ssdctl.load(f"{NAME}@v1", device="cpu").model.class_names == ["circle", "box"]
     for hub.status in (503, 429):

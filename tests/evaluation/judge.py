@@ -59,8 +59,7 @@ def pycocotools_figures(
     with contextlib.redirect_stdout(io.StringIO()):
         scoring.accumulate()
         scoring.summarize()
-    metrics: list[float] = scoring.stats.tolist()
-    return metrics
+    return scoring.stats.tolist()
 
 
 def matched(

@@ -118,35 +118,24 @@ def dataset_target(root: Path, path: Path, inputs: st.SearchStrategy[bytes]) -> 
     return file_target(path, inputs, read, "prepare", "--data", root, *options)
 
 
-def coco(folder: Path) -> Iterator[Target]:
-    root = small_shapes(folder / "data")
-    path = root / "annotations/instances_train2017.json"
-    yield dataset_target(root, path, mutated_json([json.loads(path.read_bytes())]))
-
-
-def exported(make: Callable[[Path], Path], name: str, *tokens: bytes) -> MakeTarget:
-    """Return the target of one file of a dataset in another layout."""
+def exported(
+    make: Callable[[Path], Path], name: str, *tokens: bytes, has_values: bool = False
+) -> MakeTarget:
+    """Return the target of one file of a dataset; with other bytes, or other values in JSON."""
 
     def target(folder: Path) -> Iterator[Target]:
         root = folder / "data"
-        root.mkdir()
         made = make(root)
         path = min(root.glob(name))
-        yield dataset_target(made, path, mutated_bytes([path.read_bytes()], tokens))
+        content = path.read_bytes()
+        values = mutated_json([json.loads(content)]) if has_values else None
+        yield dataset_target(made, path, values or mutated_bytes([content], tokens))
 
     return target
 
 
 ENTITY = b'<!DOCTYPE a [<!ENTITY b "cccccccccc"><!ENTITY d "&b;&b;">]>'
 XML = (ENTITY, b"&d;", b"<object>", b"</annotation>", b"<![CDATA[", b"<a>" * 2000, b"<?xml ?>")
-
-
-def with_dataset_toml(root: Path) -> Path:
-    (small_shapes(root) / "dataset.toml").write_text(
-        '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
-        '[val]\nimages = "val2017"\nannotations = "annotations/instances_val2017.json"\n'
-    )
-    return root
 
 
 def results(folder: Path) -> Iterator[Target]:
@@ -460,7 +449,7 @@ JSON = (b"null", b"NaN", b"[]")
 YAML = (b"&a [*a]", b"!!python/object:os.system", b"<<: ", b": ")
 TOML = (b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]")
 TARGETS: dict[str, MakeTarget] = {
-    "annotations: coco": coco,
+    "annotations: coco": exported(exports.flat_coco, "result.json", has_values=True),
     "annotations: voc": exported(exports.voc_lists, "Annotations/*.xml", *XML),
     "annotations: voc list": exported(exports.voc_lists, "ImageSets/Main/train.txt", b" -1"),
     "annotations: cvat": exported(exports.cvat_xml, "annotations.xml", *XML, b"<box ", b"<track "),
@@ -474,7 +463,7 @@ TARGETS: dict[str, MakeTarget] = {
     "annotations: yolo": exported(exports.roboflow_yolo, "train/labels/*.txt", b"0 ", b" 0.5"),
     "annotations: data.yaml": exported(exports.roboflow_yolo, "data.yaml", *YAML),
     "annotations: open images": exported(exports.open_images, "*train*.csv", *CSV, b"/m/0bolt"),
-    "annotations: dataset.toml": exported(with_dataset_toml, "dataset.toml", *TOML),
+    "annotations: dataset.toml": exported(exports.coco_toml, "dataset.toml", *TOML),
     "annotations: results": results,
     "store": prepared_store,
     "checkpoint": checkpoint,

@@ -1,9 +1,6 @@
 """Mutated input of every parser ends with an exit code of the contract, never as a bug.
 
-    scripts/test -m slow tests/fuzz                       # a minute per parser
-    FUZZ_S=3600 scripts/test -m slow tests/fuzz -n 0      # an hour per parser
-
-The default suite runs a few inputs of each, always the same ones. Each bug is printed with one input
+A few inputs of each, always the same ones; as a slow test others, for a minute or FUZZ_S seconds. Each bug is printed with one input
 that shows it, which becomes a test of its parser.
 """
 
@@ -21,8 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from fuzz.targets import TARGETS, Target
-from helpers import examples, seeded
-from hypothesis import given
+from helpers import check_examples
 
 from ssdctl.errors import ExitCode
 
@@ -46,8 +42,6 @@ def fuzz(
 ) -> None:
     """Run a target on `count` inputs, or until the time `limit`. Without a seed: always the same."""
 
-    @examples(count, seed)
-    @given(target.inputs)
     def check(content: Any) -> None:
         if time.monotonic() > limit:
             return
@@ -57,7 +51,7 @@ def fuzz(
             place = "\n".join(re.findall(r"^ +File .*|^\w.*", result.err, re.MULTILINE)[-4:])
             outcome.bugs.setdefault(place or result.err, content)
 
-    seeded(check, seed)()
+    check_examples(check, count, seed, shrinks=False, content=target.inputs)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from PIL import Image, ImageColor
 
 from ssdctl.data.drawing import class_color, draw
 
-GRAY = (127, 127, 127)
 BOX_ONLY: dict[str, Any] = {"names": None, "scores": None}
 
 
@@ -20,14 +19,9 @@ class Labeled(NamedTuple):
     score: float = 0.5
 
 
-def drawn(
-    size: tuple[int, int],
-    boxes: list[Labeled],
-    background: str | tuple[int, int, int] = GRAY,
-    **style: Any,
-) -> Image.Image:
+def drawn(size: tuple[int, int], boxes: list[Labeled], **style: Any) -> Image.Image:
     corners, names, labels, scores = zip(*boxes, strict=True) if boxes else ((), (), (), ())
-    image = Image.new("RGB", size, background)
+    image = Image.new("RGB", size, "gray")
     return draw(image, corners, labels, **{"names": names, "scores": scores, **style})
 
 

@@ -154,7 +154,6 @@ def test_a_crop_keeps_the_boxes_with_their_center_in_it(batch: Boxes, draw: np.n
 
 def test_colors_are_drawn_around_one_and_no_turn(split: Split) -> None:
     view = TrainLoader(split, ZOOM._replace(augment="color", hue_degrees=90.0)).draw(0, 2).view
-    assert view.jitter is not None
     spread = np.array([0.125, 0.5, 0.5, np.pi / 2])
     row = TrainLoader(split, ZOOM).draw(0, 2).rows[1]
     numbers = [reference.hashed(STREAMS["color"], 5, 0, int(row), n) / 2**64 for n in range(4)]

@@ -297,7 +297,6 @@ def slurm_plan(*arguments: Any, slurm: dict[str, Any] | None = None, **more: Any
 
 def directives(plan: Job) -> list[str]:
     """The options as sbatch reads them: up to the first line that is not a comment."""
-    assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
     return [shlex.split(line)[1] for line in head.splitlines() if "#SBATCH" in line]
 

@@ -12,13 +12,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from conftest import Result, budgets, check_all, run_cli
+from conftest import budgets, check_all, run_cli
 from hypothesis import note
 from hypothesis import strategies as st
 from launch.open_mpi import MPIRUNS, environment_for
@@ -61,12 +62,13 @@ class Launch(NamedTuple):
     words: tuple[str, ...]  # without the launched command after `--`
     rest: tuple[str, ...]
     wished: tuple[str, ...]  # what the ranks run; for `train` without the device
-    texts: dict[str, str]  # the value of kubernetes.env
+    env: str  # the value of a variable in pods
     wrong: tuple[str, ...]  # of which an error has to name one; empty: it is accepted
 
     @property
-    def line(self) -> list[str]:
-        return [*self.words, *(["--", *self.rest] if self.rest else [])]
+    def dashes(self) -> list[str]:
+        """The command after `--`, with it."""
+        return ["--", *self.rest] if self.rest else []
 
     @property
     def ranks_per_node(self) -> int:
@@ -74,10 +76,11 @@ class Launch(NamedTuple):
 
 
 @st.composite
-def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICES)) -> Launch:
+def launches(draw: Any, *launchers: str) -> Launch:
+    plurals = [plural for plural in DEVICES if plural != "tpus" or launchers == ("kubernetes",)]
     plural, launcher = draw(st.sampled_from(plurals)), draw(st.sampled_from(launchers))
     nodes, ranks = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 8]))
-    count, wrong, texts = nodes * ranks, list[str](), dict[str, str]()
+    count, wrong, env = nodes * ranks, list[str](), ""
     if nodes > 1 and draw(st.integers(0, 9)) == 0:
         count, wrong = count + 1, ["--nodes"]
     number = [f"--{plural}={count}"], [f"--device={DEVICES[plural]}", f"--devices={count}"]
@@ -104,9 +107,8 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         words += ["--set=kubernetes.image=a:1", "--set=kubernetes.volumes=claim:/runs"]
         install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
         words.append(f"--set=kubernetes.install={install}")
-        texts = {"env": draw(TEXT)}
-        value = json.dumps([f"NAME={texts['env']}"], ensure_ascii=False)
-        words.append(f"--set=kubernetes.env={value}")
+        env = draw(TEXT)
+        words.append(f"--set=kubernetes.env={json.dumps([f'NAME={env}'], ensure_ascii=False)}")
     rest, wished = draw(launched())
     runs_mpirun = launcher == "mpirun" or (
         launcher == "kubernetes" and plural == "hpus" and count > 1
@@ -120,12 +122,8 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         words.append(config := f"--config={Path('my.toml').absolute()}")
         if launcher != "kubernetes":
             wished = (wished[0], config, *wished[1:])
-    return Launch(plural, count, nodes, launcher, cores, (*words,), rest, wished, texts,
-                  tuple(wrong))  # fmt: skip
-
-
-def is_right(launch: Launch) -> bool:
-    return not launch.wrong
+    facts = plural, count, nodes, launcher, cores
+    return Launch(*facts, tuple(words), rest, wished, env, tuple(wrong))
 
 
 @st.composite
@@ -150,20 +148,34 @@ def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def planned(launch: Launch) -> tuple[Any, Result]:
+def planned(launch: Launch) -> Any:
     """Return the plan, None if it was refused as it should be."""
     Path("my.toml").write_text("[evaluate]\nlimit = 3\n")
-    note(f"ssdctl launch {shlex.join(launch.line)} --dry-run")
-    words = [*launch.words, "--dry-run", "--json", *(["--", *launch.rest] if launch.rest else [])]
-    result = run_cli("launch", *words)
+    note(f"ssdctl launch {shlex.join([*launch.words, '--dry-run', *launch.dashes])}")
+    result = run_cli("launch", *launch.words, "--dry-run", "--json", *launch.dashes)
     assert "Traceback" not in result.err
     assert not Path("x").exists()
     if launch.wrong:
         assert (result.code, result.out) == (2, ""), result
         assert any(name in result.err for name in launch.wrong), (launch.wrong, result.err)
-        return None, result
+        return None
     assert result.code == 0, result.err
-    return json.loads(result.out), result
+    return json.loads(result.out)
+
+
+def check_plans(
+    check: Callable[..., None], examples: int, *launchers: str, **more: st.SearchStrategy[Any]
+) -> None:
+    """Check the plans of random launches; some are refused, as they should be."""
+
+    def check_one(launch: Launch, **more: Any) -> None:
+        plan = planned(launch)
+        if plan is not None:
+            check(plan, launch, **more)
+
+    drawn = launches(*launchers)
+    drawn = drawn.filter(lambda launch: not launch.wrong) | drawn
+    check_all(check_one, examples, launch=drawn, **more)
 
 
 def check_command(words: list[str], launch: Launch) -> None:
@@ -179,25 +191,18 @@ def check_line(plan: Any) -> None:
     assert shlex.split(plan["command"]) == [*assigned, *plan["argv"]]
 
 
-@budgets(40, 5000)
-def test_torchrun_reads_its_command(examples: int) -> None:
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is None:
-            return
-        check_line(plan)
-        argv = plan["argv"]
-        read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
-        assert (read.module, read.training_script) == (True, "ssdctl")
-        nodes = 1 if read.standalone else int(read.nnodes)
-        assert (nodes, nodes * int(read.nproc_per_node)) == (launch.nodes, launch.count)
-        passed = [Template(w).safe_substitute(local_rank="0") for w in read.training_script_args]
-        check_command(passed, launch)
-        cores = launch.cores or len(os.sched_getaffinity(0))
-        threads = int(plan["environment"]["OMP_NUM_THREADS"])
-        assert threads == max(1, cores // launch.ranks_per_node)
-
-    check_all(check, examples, launch=launches("torchrun", plurals=("gpus", "cpus", "hpus")))
+def check_torchrun(plan: Any, launch: Launch) -> None:
+    check_line(plan)
+    argv = plan["argv"]
+    read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
+    assert (read.module, read.training_script) == (True, "ssdctl")
+    nodes = 1 if read.standalone else int(read.nnodes)
+    assert (nodes, nodes * int(read.nproc_per_node)) == (launch.nodes, launch.count)
+    passed = [Template(w).safe_substitute(local_rank="0") for w in read.training_script_args]
+    check_command(passed, launch)
+    cores = launch.cores or len(os.sched_getaffinity(0))
+    threads = int(plan["environment"]["OMP_NUM_THREADS"])
+    assert threads == max(1, cores // launch.ranks_per_node)
 
 
 # The number of values of mpirun's options.
@@ -232,16 +237,6 @@ def check_mpirun(plan: Any, launch: Launch) -> None:
     assert (share > 0) == (options["--bind-to"] == "core")
 
 
-@budgets(30, 4000)
-def test_the_words_of_mpirun_add_up(examples: int) -> None:
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is not None:
-            check_mpirun(plan, launch)
-
-    check_all(check, examples, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", MPIRUNS)
 def test_open_mpi_takes_its_command(launcher: str) -> None:
@@ -249,16 +244,15 @@ def test_open_mpi_takes_its_command(launcher: str) -> None:
     _, variables = environment_for(launcher)
     topology = {"HWLOC_SYNTHETIC": "pack:2 numa:1 core:24 pu:2", "HWLOC_THISSYSTEM": "1"}
 
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is None or launch.nodes > 1 or launch.cores != 48:
+    def check(plan: Any, launch: Launch) -> None:
+        if launch.nodes > 1 or launch.cores != 48:
             return
         argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
         environment = {**os.environ, **variables, **topology}
         done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
         assert done.returncode == 0, done.stderr.decode()
 
-    check_all(check, 150, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
+    check_plans(check, 150, "mpirun")
 
 
 STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\nprintf %s "$SSDCTL_DATA__STORE" >"{folder}/store"\n'
@@ -280,15 +274,8 @@ def run_script(text: str, folder: Path, **variables: str) -> dict[str, list[str]
 
 @budgets(15, 1500)
 def test_a_written_script_runs_the_planned_words(examples: int) -> None:
-    def check(launch: Launch, store: str) -> None:
-        plan, _ = planned(launch)
-        if plan is None:
-            return
-        words = [
-            *launch.words,
-            "--write=deep/job.sh",
-            *(["--", *launch.rest] if launch.rest else []),
-        ]
+    def check(plan: Any, launch: Launch, store: str) -> None:
+        words = [*launch.words, "--write=deep/job.sh", *launch.dashes]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSDCTL_DATA__STORE", store)  # the script sets it
             result = run_cli("launch", *words)
@@ -312,8 +299,7 @@ def test_a_written_script_runs_the_planned_words(examples: int) -> None:
             for w, w2 in zip(expected, words, strict=True)
         ]
 
-    drawn = launches("torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
-    check_all(check, examples, launch=drawn, store=st.sampled_from(HOSTILE))
+    check_plans(check, examples, "torchrun", "mpirun", store=st.sampled_from(HOSTILE))
 
 
 def directives(script: str) -> dict[str, str]:
@@ -352,17 +338,6 @@ def check_slurm(plan: Any, launch: Launch) -> None:
     assert all(f"srun_options={json.dumps([o])}" in " ".join(launch.words) for o in given_options)
 
 
-@budgets(40, 2500)
-def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is not None:
-            check_slurm(plan, launch)
-
-    drawn = launches("slurm", plurals=("hpus", "gpus", "cpus"))
-    check_all(check, examples, launch=drawn.filter(is_right) | drawn)
-
-
 # What sbatch says of a job that the small cluster of the tests cannot run.
 TOO_LARGE = ("node configuration is not available", "Memory specification", "Requested node count",
              "More processors requested", "Node count specification", "Invalid generic resource",
@@ -372,14 +347,12 @@ TOO_LARGE = ("node configuration is not available", "Memory specification", "Req
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm_daemons")
 def test_sbatch_takes_its_script() -> None:
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is not None:
-            argv, text = ["sbatch", "--test-only"], plan["script"]
-            done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
+    def check(plan: Any, launch: Launch) -> None:
+        argv, text = ["sbatch", "--test-only"], plan["script"]
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
 
-    check_all(check, 150, launch=launches("slurm", plurals=("cpus", "gpus")))
+    check_plans(check, 150, "slurm")
 
 
 def unescaped(words: list[str]) -> list[str]:
@@ -412,7 +385,7 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
         assert int(amounts[resource]) * replicas == launch.count
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
-    assert environment["NAME"] == launch.texts["env"]
+    assert environment["NAME"] == launch.env
     if "launcher" in pods:  # mpirun passes on variables only by name
         assert "--export-env=NAME" in program
     if manifest["kind"] == "List":
@@ -442,26 +415,34 @@ def check_pod_command(words: list[str], launch: Launch) -> None:
         check_command([w.replace("$$", "$") for w in read.training_script_args], launch)
 
 
-@budgets(40, 3000)
-def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
-    def check(launch: Launch) -> None:
-        plan, _ = planned(launch)
-        if plan is None:
-            return
-        dashes = ["--", *launch.rest] if launch.rest else []
-        text = run_cli("launch", *launch.words, "--dry-run", *dashes).out
-        name = re.compile("ssdctl-[0-9a-f]{6}")  # another one each time
-        for token in yaml.scan(text):  # readers of YAML 1.1 and 1.2 guess numbers and dates
-            if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
-                assert re.fullmatch(r"[A-Za-z][\w./-]*", token.value)
-        manifest = json.loads(name.sub("mine", json.dumps(plan["manifest"])))
-        assert yaml.safe_load(name.sub("mine", text)) == manifest
-        result = run_cli("launch", *launch.words, "--write=job.yaml", *dashes)
-        assert result.code == (0 if launch.rest else 2), result  # the folder of a run is missing
-        if launch.rest:
-            assert name.sub("mine", Path("job.yaml").read_text()) == name.sub("mine", text)
-            assert not os.access("job.yaml", os.X_OK)
-        check_kubernetes(plan, launch)
+def check_manifest(plan: Any, launch: Launch) -> None:
+    """Kubernetes and the pods read the manifest, shown as JSON, as YAML and in a file."""
+    text = run_cli("launch", *launch.words, "--dry-run", *launch.dashes).out
+    name = re.compile("ssdctl-[0-9a-f]{6}")  # another one each time
+    for token in yaml.scan(text):  # readers of YAML 1.1 and 1.2 guess numbers and dates
+        if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
+            assert re.fullmatch(r"[A-Za-z][\w./-]*", token.value)
+    manifest = json.loads(name.sub("mine", json.dumps(plan["manifest"])))
+    assert yaml.safe_load(name.sub("mine", text)) == manifest
+    result = run_cli("launch", *launch.words, "--write=job.yaml", *launch.dashes)
+    assert result.code == (0 if launch.rest else 2), result  # the folder of a run is missing
+    if launch.rest:
+        assert name.sub("mine", Path("job.yaml").read_text()) == name.sub("mine", text)
+        assert not os.access("job.yaml", os.X_OK)
+    check_kubernetes(plan, launch)
 
-    drawn = launches("kubernetes")
-    check_all(check, examples, launch=drawn.filter(is_right) | drawn)
+
+@pytest.mark.parametrize(
+    ("launcher", "check"),
+    [
+        ("torchrun", check_torchrun),
+        ("mpirun", check_mpirun),
+        ("slurm", check_slurm),
+        ("kubernetes", check_manifest),
+    ],
+)
+@budgets(40, 4000)
+def test_the_launcher_runs_the_users_words_on_all_ranks(
+    launcher: str, check: Callable[..., None], examples: int
+) -> None:
+    check_plans(check, examples, launcher)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 from launch.plans import IN_A_POD
 
 from ssdctl.errors import DistributedError, UsageError
@@ -275,7 +276,7 @@ def test_an_engine_that_prints_no_id(plan: Job, answer: str, set_answers: SetAns
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
 def test_what_a_pod_prints_cannot_control_the_terminal(
-    code: int, expected: int, set_answers: SetAnswers, cli: Callable[..., Any], tmp_path: Path
+    code: int, expected: int, set_answers: SetAnswers, cli: Cli, tmp_path: Path
 ) -> None:
     words = ["launch", *IN_A_POD, "--set", "kubernetes.namespace=me"]
     foreign = "loss 1.5\tok\r\n\x1b]0;title\x07\x1b[2J \u202e\x9b2J\n"

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.model.backbones import RESNET, ModelConstants
-from ssdctl.model.postprocess import (
-    ImageDetections,
-    boxes_and_scores,
-    detect,
-    detect_static,
-)
+from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, detect, detect_static
 
 DEFAULTS = default_boxes_cxcywh()
 

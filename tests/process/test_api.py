@@ -19,8 +19,6 @@ import ssdctl
 from ssdctl.errors import UsageError
 from ssdctl.training.observers import Step, Summary
 
-OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
-
 
 def test_the_package_is_light_and_its_names_are_listed() -> None:
     code = (
@@ -56,7 +54,7 @@ def test_train_and_evaluate(
 ) -> None:
     caplog.set_level(logging.INFO, "ssdctl")
     handlers = signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers
-    config = ssdctl.configure(**OFTEN)
+    config = ssdctl.configure(train={"log_every": 1})  # as conftest.TINY_RUN
     for wrong in ({"train": 3}, {"trains": {}}):
         with pytest.raises(UsageError, match=f"configure: {next(iter(wrong))} is not a table"):
             ssdctl.configure(**wrong)
@@ -74,7 +72,6 @@ def test_train_and_evaluate(
     run.plot().save("curves.jpg")
     assert repr(ssdctl.Run("none")) == "Run(none)"
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
-    assert run.best_metrics is not None
     assert evaluation.metrics["AP"] == pytest.approx(run.best_metrics["AP"], abs=1e-4)
     assert evaluation.per_class[0].name in evaluation._repr_html_()
     rescored = ssdctl.evaluate("rows.json", shapes)
@@ -203,11 +200,9 @@ def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
             if start == 0:
                 next(iter(trainer))
             evaluation = trainer.evaluate()
-            assert evaluation is not None
             assert evaluation.about.step == 1
             assert trainer.evaluate() is evaluation  # the weights are the same
             last = trainer.run() if start == 2 else None
-    assert last is not None
     assert [r["step"] for r in last.metrics if r["kind"] == "eval"] == [1, 2]
 
 

@@ -1,10 +1,5 @@
 """A process with the library in it: random public calls, in threads, in the user's process group.
 
-    scripts/test tests/process/test_calls.py                  # the same calls each time
-    scripts/test --hypothesis-profile random tests/process/test_calls.py   # others
-    scripts/test -m slow tests/process/test_calls.py          # 30 minutes of others
-    SEED=7 scripts/test -m slow tests/process/test_calls.py   # the same again
-
 After each call the process's own state is as before, and the result is that of the same call in a
 fresh process. A failure prints the shortest program.
 """
@@ -22,8 +17,7 @@ import msgspec
 import pytest
 from faults import CONTEXT
 from global_state import FOR_RANKS, SETUP, Line, Lived, live
-from helpers import examples, seeded, seeds
-from hypothesis import Phase, given
+from helpers import check_examples, seeds
 from hypothesis import strategies as st
 
 from ssdctl.data.shapes import generate
@@ -144,9 +138,7 @@ fail(ssdctl.errors.DataError("own"))
 # How the errors begin that are the program's own.
 OF_PROGRAM = ("Traceback", "KeyboardInterrupt", "ZeroDivisionError", "DataError: own")
 SENT = [f"os.kill(os.getpid(), signal.SIG{name})" for name in ("TERM", "HUP", "INT")]
-HOOKS = """
-start step epoch evaluation_start detections evaluation checkpoint end
-"""
+HOOKS = "start step epoch evaluation_start detections evaluation checkpoint end"
 
 
 def calls(*texts: str) -> list[str]:
@@ -333,9 +325,8 @@ def run_programs(world: World, number: int | None, count: int, size: int = 0) ->
         check(world, lines, size)
 
     single = st.lists(st.tuples(usual), min_size=2, max_size=4)
-    test = given(lines=single if size else programs)(test)
-    phases = [] if number is None else [Phase.shrink]
-    examples(count, number, *phases)(seeded(test, number))()
+    drawn = single if size else programs
+    check_examples(test, count, number, shrinks=number is not None, lines=drawn)
 
 
 def test_calls_one_after_the_other(world: World) -> None:
@@ -350,9 +341,8 @@ def run_failing(world: World, number: int | None, count: int) -> None:
         check_failing(world, programs, copies)
 
     drawn = st.lists(failing, min_size=8, max_size=12, unique_by=lambda f: (f[0][:30], f[2][:18]))
-    test = given(programs=drawn, copies=st.integers(1, 2))(test)
-    phases = [] if number is None else [Phase.shrink]
-    examples(count, number, *phases)(seeded(test, number))()
+    given = {"programs": drawn, "copies": st.integers(1, 2)}
+    check_examples(test, count, number, shrinks=number is not None, **given)
 
 
 def test_a_rank_fails(world: World) -> None:

@@ -55,8 +55,7 @@ DAMAGED = [  # more: fuzz/targets.py
 
 def script_data(page: str) -> dict[str, Any]:
     (text,) = re.findall(r'id="data">(.*?)</script>', page)
-    data: dict[str, Any] = json.loads(text)
-    return data
+    return json.loads(text)
 
 
 def report(cli: Cli, run: Path) -> str:

@@ -1,11 +1,10 @@
 """Weights of other programs, or of a broken copy, are named as what they are."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import Cli
 
 from ssdctl.checkpoint.locate import resolve_source
 from ssdctl.errors import UsageError
@@ -36,7 +35,7 @@ def test_a_run_means_its_best_checkpoint_or_else_its_last(tmp_path: Path) -> Non
         assert resolve_source(tmp_path) == path
 
 
-def test_a_backbone_without_the_hash_of_its_name(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_backbone_without_the_hash_of_its_name(cli: Cli, tmp_path: Path) -> None:
     content = b"weights"
     digits = hashlib.sha256(content).hexdigest()[:8]
     for name, code in ((digits, 0), ("0123456f", 5), ("20240131", 0)):

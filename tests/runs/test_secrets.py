@@ -8,6 +8,7 @@ import pytest
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, snapshot_sources, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
+from ssdctl.launch.base import Job
 from ssdctl.runs.folder import RunDir, find_environment, write_environment
 from ssdctl.runs.metrics import open_run
 from ssdctl.runs.run import Run
@@ -44,7 +45,6 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
         if path.is_file():
             assert "S3CRET" not in path.read_text(), path
     environment = Run(run.path).environment
-    assert environment is not None
     command = environment.command
     assert command[:4] == [*COMMAND[:3], "kubernetes.env=A=***,B=***"]
     assert command[-1] == "--lr=0.5"
@@ -59,8 +59,6 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch.base import Job
-
     plan = Job(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()
     assert "S3CRET" not in plan.to_line(with_secrets=False)

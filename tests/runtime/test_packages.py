@@ -28,14 +28,3 @@ def test_the_installed_release_and_its_cuda(
     assert packages.torch_release() == tuple(map(int, version.split(".")[:2]))
     assert packages.dali_extra() == extra
     assert packages.dali_package() == f"nvidia-{extra}0"
-
-
-def test_buffers_are_not_copied_under_either_name_of_the_option() -> None:
-    class Old:
-        def __init__(self, broadcast_buffers: bool = True) -> None: ...
-
-    class New:
-        def __init__(self, forward_sync_buffers: bool = True) -> None: ...
-
-    assert packages.no_buffer_sync(Old) == {"broadcast_buffers": False}
-    assert packages.no_buffer_sync(New) == {"forward_sync_buffers": False}

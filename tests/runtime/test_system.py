@@ -76,7 +76,6 @@ def test_a_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert private_cache_dir("a") is None
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = private_cache_dir("a")
-    assert folder is not None
     assert folder.is_relative_to(tmp_path)
     assert private_cache_dir("a") == folder
     root = folder.parent

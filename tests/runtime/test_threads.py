@@ -60,21 +60,6 @@ def test_a_block_that_another_thread_ends(next_is: str) -> None:
 
 
 @pytest.mark.usefixtures("_own_handler")
-def test_other_threads_do_not_handle_signals() -> None:
-    own = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
-    inside = []
-
-    def work() -> None:
-        with signals.handled():
-            inside.extend(signal.getsignal(number) for number in signals.STOP_SIGNALS)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert inside == own
-
-
-@pytest.mark.usefixtures("_own_handler")
 def test_a_signal_is_announced_before_the_main_thread_can_act() -> None:
     """As in a step: one call of a library, during which no handler in Python runs."""
     answers: list[tuple[float, str]] = []

@@ -30,7 +30,6 @@ from ssdctl.training.observers.trackers import (
     Trackers,
     metrics_of,
 )
-from ssdctl.training.plan import Plan
 
 
 class Recording(Tracker):
@@ -203,31 +202,21 @@ def test_mlflow_without_a_server_names_the_remedy(
         mlflow(tracked(tmp_path)).open()
 
 
-PLAN = plan_of(80, batch_size=8, epochs=10)  # 100 steps
-
-
 class Run:
-    def __init__(self, plan: Plan = PLAN, val_images: int = 0) -> None:
-        self.now = 100.0
-        self.plan = plan
-        self.pace = Pace(plan, 0, val_images, lambda: self.now)
+    """The pace of a run of 100 steps."""
+
+    def __init__(self, val_images: int = 0, **changes: Any) -> None:
+        self.now, self.plan = 100.0, plan_of(80, batch_size=8, epochs=10, **changes)
+        self.pace = Pace(self.plan, 0, val_images, lambda: self.now)
 
     def take(self, steps: range, each_s: float) -> None:
         for step in steps:
             self.now += each_s
             self.pace.step_done(step)
 
-    def evaluate(self, duration_s: float) -> None:
-        self.pace.evaluation_begins()
-        assert "evaluating" in self.line()
-        self.now += duration_s
-        self.pace.evaluation_ends()
-
-    def line(self, columns: int = 80) -> str:
-        bar_format = self.pace.bar_format(columns)
-        return tqdm.format_meter(
-            self.pace.step, self.plan.total_steps, 1.0, ncols=columns, bar_format=bar_format
-        )
+    def line(self) -> str:
+        how = {"ncols": 80, "bar_format": self.pace.bar_format(80)}
+        return tqdm.format_meter(self.pace.step, self.plan.total_steps, 1.0, **how)
 
 
 def test_the_time_left_is_known_after_three_steps_and_runs_with_the_clock() -> None:
@@ -253,10 +242,13 @@ def test_the_first_step_does_not_count(each_s: float, left: str) -> None:
 
 
 def test_evaluations_count_with_their_measured_time() -> None:
-    run = Run(plan_of(80, batch_size=8, epochs=10, eval_every="50st"), val_images=40)
+    run = Run(val_images=40, eval_every="50st")
     run.take(range(1, 51), 1.0)
     assert run.pace.time_left() == "0:52"  # one evaluation more, as 40 x 0.4 / 8 steps
-    run.evaluate(30)
+    run.pace.evaluation_begins()
+    assert "evaluating" in run.line()
+    run.now += 30
+    run.pace.evaluation_ends()
     assert run.pace.time_left() == "1:20"  # 50 steps and another evaluation
     run.take(range(51, 61), 1.0)
     assert run.pace.time_left() == "1:10"

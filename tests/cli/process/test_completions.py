@@ -85,8 +85,6 @@ def test_output_has_the_format_of_each_shell() -> None:
     line = {"_TYPER_COMPLETE_ARGS": "ssdctl train --data x"}
     assert ask("zsh", **line).stdout == "_files\n"
     assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="is-args", **line).returncode == 1
-    line = {"_TYPER_COMPLETE_ARGS": "ssdctl ev", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "ev"}
-    assert ask("powershell", **line).stdout.startswith("evaluate:::")
 
 
 def test_a_tab_imports_neither_torch_nor_rich() -> None:

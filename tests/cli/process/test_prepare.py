@@ -13,6 +13,7 @@ import pytest
 from conftest import TINY_RUN, Cli
 from data.formats import exports
 from PIL import Image
+from pyarrow import parquet
 
 
 def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
@@ -98,11 +99,9 @@ run()
 def crowded(tmp_path: Path, cli: Cli) -> Path:
     """Return a prepared dataset with a crowd and a packed store."""
     root = exports.coco(tmp_path / "parts", count=3)
-    path = root / "annotations/instances_train.json"
-    content = json.loads(path.read_text())
-    content["annotations"][0]["iscrowd"] = 1
-    content["annotations"][1]["area"] = 123.0
-    path.write_text(json.dumps(content))
+    with exports.edited(root / "annotations/instances_train.json") as content:
+        content["annotations"][0]["iscrowd"] = 1
+        content["annotations"][1]["area"] = 123.0
     assert cli("prepare", "--data", root).code == 0
     return root
 
@@ -153,13 +152,11 @@ def test_labels_are_not_written_into_a_dataset(
     crowded: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command in ("dataset export parts --to yolo", "predict best.pt parts/images --save coco"):
-        result = cli(*command.split(), "--out", crowded / "images/new")
-        assert (result.code, "in the dataset" in result.err) == (2, True), result.err
+        cli(*command.split(), "--out", crowded / "images/new").expect(2, "in the dataset")
     labels = next(crowded.glob("annotations/*train.json")).rename("labels.json")
     (crowded / "images/train").rename("images")
     for out, code in (("train", 2), ("new", 0)):
-        result = cli("dataset", "export", labels, "--to", "yolo", "--out", out)
-        assert result.code == code, result.err
+        cli("dataset", "export", labels, "--to", "yolo", "--out", out).expect(code)
     cli("prepare", "--data", "labels.json", "--no-pack").expect(0)
     cli("prepare", "--data", "new", "--no-pack", "--store", "store").expect(0)
     folder = Path.cwd()
@@ -180,14 +177,11 @@ def test_names_in_two_forms_of_unicode_stay_apart(target: str, cli: Cli) -> None
 
 
 def test_a_parquet_dataset_for_hugging_face(crowded: Path, cli: Cli) -> None:
-    from pyarrow import parquet
-
     assert cli("dataset", "export", crowded, "--to", "hf", "--out", "out").code == 0
     tables = {path.stem.partition("-")[0]: parquet.read_table(path)
               for path in Path("out/data").glob("*.parquet")}  # fmt: skip
-    assert {name: len(table) for name, table in tables.items()} == {
-        "train": 6, "validation": 6, "test": 6,
-    }  # fmt: skip
+    assert {*tables} == {"train", "validation", "test"}
+    assert {len(table) for table in tables.values()} == {6}
     features = json.loads(tables["train"].schema.metadata[b"huggingface"])["info"]["features"]
     assert features["image"]["_type"] == "Image"
     assert json.dumps(list(exports.NAMES)) in json.dumps(features["objects"])

@@ -24,13 +24,10 @@ def objects_of(number: int) -> list[tuple[int, int, int, int, int]]:
     return [first, ((number + 1) % 2, 50, 30, 40, 30)] if number % 3 == 0 else [first]
 
 
-Boxes = dict[str, list[tuple[str, list[float], bool]]]
-
-
-def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
+def boxes_of(splits: dict[str, Annotations], split: str = "train") -> dict[str, list[Any]]:
     """Image -> (class, left, top, width, height, crowd), as a format read them."""
     part = splits[split]
-    boxes: Boxes = {name: [] for name in part.file_names}
+    boxes: dict[str, list[Any]] = {name: [] for name in part.file_names}
     columns = (part.rows, part.labels, part.boxes, part.is_crowd)
     for row, label, box, is_crowd in zip(*(c.tolist() for c in columns), strict=True):
         boxes[part.file_names[row]].append((part.classes[label - 1].name, box, is_crowd))
@@ -81,6 +78,7 @@ def write_world(root: Path, layout: str, names: tuple[str, ...], pictures: list[
 
 
 coco = partial(generated, layout="coco: images")
+coco_toml = partial(generated, layout="coco: toml")
 flat_coco = partial(generated, layout="coco: flat")
 roboflow_coco = partial(generated, layout="coco: roboflow", count=3)
 voc_lists = partial(generated, layout="voc: lists")

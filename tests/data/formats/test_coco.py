@@ -57,8 +57,7 @@ def check(folder: Path, **changes: Any) -> Checked:
 def trained(checked: Checked) -> list[list[float]]:
     """The left, top, right and bottom of the boxes that are trained on, in images of 100 x 50."""
     fractions = checked.objects.fractions[checked.objects.is_trained]
-    boxes: list[list[float]] = np.round(fractions * [100.0, 50, 100, 50], 3).tolist()
-    return boxes
+    return np.round(fractions * [100.0, 50, 100, 50], 3).tolist()
 
 
 @pytest.mark.parametrize("name", ["images", "annotations", "categories"])

@@ -134,11 +134,7 @@ def test_what_is_broken_is_named(tmp_path: Path, line: str | None, words: str) -
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [
-        ("obj.names", None),
-        ("cfg/my.names", None),
-        ("x/my.names", "names = y/my.names"),
-    ],
+    [("obj.names", None), ("cfg/my.names", None), ("x/my.names", "names = y/my.names")],
 )
 def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
     yolo(tmp_path, {"images/a.jpg": "1 .5 .5 .2 .4"}, None)

@@ -10,8 +10,8 @@ import json
 import math
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import PurePosixPath
+from typing import Any
 from unicodedata import normalize
 from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
@@ -68,7 +68,7 @@ def has_other_categories(world: World) -> bool:
     return is_possible and "other categories" in world.options
 
 
-def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = False) -> None:
+def coco(world: World, tree: Tree, images: str, labels: str, toml: str = "") -> None:
     """`images` is the folder of a split's images, `labels` its file; file names are relative."""
     text = ""
     ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
@@ -129,9 +129,9 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             f"[{split}]\nimages = {json.dumps(folder or '.')}\nannotations = {json.dumps(file)}\n"
         )
     if toml:
-        tree.write("dataset.toml", text)
+        tree.write(toml, text)
     if "data is the file" in world.flags:
-        tree.data = tree.root / ("dataset.toml" if toml else labels)
+        tree.data = tree.root / (toml or labels)
 
 
 # YOLO: https://docs.ultralytics.com/datasets/detect, https://github.com/AlexeyAB/darknet
@@ -151,9 +151,7 @@ def yolo_label(picture: Picture, world: World) -> str:
     return "".join(lines)
 
 
-def yolo(
-    world: World, tree: Tree, *, images: str, labels: str, names: str, lists: str = ""
-) -> None:
+def yolo(world: World, tree: Tree, images: str, labels: str, names: str, lists: str = "") -> None:
     """`names` is the file of class names: a data.yaml, or a line for each."""
     content: dict[str, object] = {}
     for split in world.splits:
@@ -226,7 +224,7 @@ def voc_xml(picture: Picture, folder: str, world: World) -> str:
     )
 
 
-def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") -> None:
+def voc(world: World, tree: Tree, images: str, labels: str, lists: str = "") -> None:
     suffix, whole = ".XML" if "upper case" in world.flags else ".xml", list[str]()
     for split in world.splits:
         stems = []
@@ -314,19 +312,14 @@ def openimages(world: World, tree: Tree) -> None:
         rows: list[Iterable[object]] = [header.split(",")]
         for picture in world.of(split):
             tree.image(f"{word}/{picture.name}", picture)
-            image_id = (
-                picture.name if "suffixes" in world.flags else picture.name.removesuffix(".jpg")
-            )
+            image_id = picture.name.removesuffix("" if "suffixes" in world.flags else ".jpg")
             for thing in picture.things:
                 left, top, right, bottom = corners(thing)
                 x = (f"{v / picture.width:.8f}" for v in (left, right))
                 y = (f"{v / picture.height:.8f}" for v in (top, bottom))
                 group = int(thing.is_crowd)
                 rows.append([image_id, "x", mids[thing.name], 1, *x, *y, 0, group])
-        tree.write(
-            f"{split}-annotations-bbox.csv".replace("val-", "validation-"),
-            csv_table(world, rows),
-        )
+        tree.write(f"{word}-annotations-bbox.csv", csv_table(world, rows))
     rows = [(mid, name) for name, mid in mids.items()]
     tree.write("class-descriptions-boxable.csv", csv_table(world, rows))
 
@@ -334,7 +327,7 @@ def openimages(world: World, tree: Tree) -> None:
 # KITTI: the development kit of the object detection benchmark
 
 
-def kitti(world: World, tree: Tree, *, folder: str) -> None:
+def kitti(world: World, tree: Tree, folder: str) -> None:
     for split in world.splits:
         base = named(folder, split)
         for picture in world.of(split):
@@ -353,7 +346,7 @@ def kitti(world: World, tree: Tree, *, folder: str) -> None:
 # TensorFlow's tutorials: xml_to_csv.py; Roboflow's "Tensorflow Object Detection"
 
 
-def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
+def tf_csv(world: World, tree: Tree, images: str, labels: str) -> None:
     header = ["filename", "width", "height", "class", *SIDES]
     everything: list[Iterable[object]] = [header]
     for split in world.splits:
@@ -375,7 +368,7 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
 # keras-retinanet's CSV files: https://github.com/fizyr/keras-retinanet#csv-datasets
 
 
-def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
+def retinanet_csv(world: World, tree: Tree, images: str, labels: str) -> None:
     for split in world.splits:
         rows: list[Iterable[object]] = []
         if "header" in world.flags:
@@ -427,7 +420,7 @@ def via_json(world: World, tree: Tree) -> None:
 # LabelMe: https://github.com/wkentaro/labelme
 
 
-def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
+def labelme_json(world: World, tree: Tree, images: str, labels: str) -> None:
     for split in world.splits:
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
@@ -472,137 +465,96 @@ def createml_json(world: World, tree: Tree) -> None:
         tree.write(f"{word}/_annotations.createml.json", json.dumps(entries))
 
 
+def _with(layout: Layout, *flags: str, **more: object) -> Layout:
+    return layout._replace(flags=(*layout.flags, *flags), **more)
+
+
 _ONE = ("train",)
-_COCO = Layout(
-    (
-        *("from the root", "other machine", "dot", "backslashes", "label studio", "listed twice"),
-        "turned",
-    ),
-    crowds=True,
-    classes="all",
-)
+_COCO_FLAGS = ("from the root", "other machine", "dot", "backslashes", "label studio")
+_COCO = Layout((*_COCO_FLAGS, "listed twice", "turned"), crowds=True, classes="all")
+_COCO_TOML = _COCO._replace(flags=("listed twice", "data is the file"))
 _COCO_1 = _COCO._replace(splits=_ONE)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
+_ULTRALYTICS = _with(_YOLO, "stale", "other machine", "data is the file", named=False)
+_ROBOFLOW = _with(_YOLO, "above", named=False)
+_YOLO_LISTS = _with(_YOLO, "other machine", shared=True)
+_DARKNET = _YOLO._replace(flags=("no empty files", "data is the file"), shared=True)
 _YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
 _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
 _VOC = Layout(
     ("no folder", "no filename", "upper case", "foreign files", "namespace", "turned"), crowds=True
 )
+_VOC_LISTS = _with(_VOC, "no empty files", shared=True)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
+_VOC_WORDS = _VOC._replace(named=False, splits=_ONE)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
 _CSV = Layout(("quoted", "semicolons", "all", "other machine"), empties=False)
+_CSV_FLAT = _CSV._replace(flags=("quoted", "semicolons"), folders=False)
 _RETINANET = Layout(("semicolons", "header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
+_OPEN_IMAGES = Layout(("quoted", "semicolons", "suffixes"), "upright", named=False, crowds=True)
 _LABELME = Layout(("polygons", "large", "turned"), named=False, views="either, else upright")
 
 
-def _of(
-    layout: Layout, write: Write, images: str, labels: str, **more: object
-) -> tuple[Layout, Write]:
-    return layout, partial(write, images=images, labels=labels, **more)
+_FORMATS = (coco, yolo, voc, cvat_xml, openimages, kitti, tf_csv, retinanet_csv, via_json)
+WRITERS = {w.__name__.replace("_", "-"): w for w in (*_FORMATS, labelme_json, createml_json)}
+# By a writer's name: what a layout can express, and the paths that its writer takes.
+_PLACES: Mapping[str, tuple[Any, ...]] = {
+    "coco: 2017": (_COCO, "{split}2017", "annotations/instances_{split}2017.json"),
+    "coco: roboflow": (_COCO, "{word}", "{word}/_annotations.coco.json"),
+    "coco: images": (_COCO, "images/{split}", "annotations/instances_{split}.json"),
+    "coco: below": (_with(_COCO, named=False, empties=False), "images/{below}", "{split}.json"),
+    "coco: elsewhere": (_with(_COCO_1, decoys=False), "my photos", "labels.json"),
+    "coco: flat": (_with(_COCO_1, "bare names", "data is the file"), "images", "result.json"),
+    "coco: beside": (_with(_COCO_1, decoys=False), "", "labels.json"),
+    "coco: toml": (_COCO_TOML, "{split} prepared", "j/{split}.json", "dataset.toml"),
+    "yolo: ultralytics": (_ULTRALYTICS, "images/{split}", "labels/{split}", "data.yaml"),
+    "yolo: roboflow": (_ROBOFLOW, "{split}/images", "{split}/labels", "data.yaml"),
+    "yolo: lists": (_YOLO_LISTS, "images", "labels", "data.yaml", "{split}.txt"),
+    "yolo: folders": (_YOLO_1, "{folder}/images", "{folder}/labels", "classes.txt"),
+    "yolo: labelImg": (_YOLO_1, "images", "images", "classes.txt"),
+    "yolo: beside": (_YOLO_1, "annotations", "annotations", "classes.txt"),
+    "yolo: img": (_with(_YOLO_1, decoys=False), "img", "labels", "classes.txt"),
+    "yolo: here": (_with(_YOLO, splits=_ONE, decoys=False), "", "", "data.yaml"),
+    "yolo: classes of splits": (
+        *(_YOLO_WORDS, "{split}/images", "{split}/labels", "{split}/labels/classes.txt"),
+    ),
+    "yolo: darknet": (_DARKNET, "data/obj", "data/obj", "data/obj.names", "data/{split}.txt"),
+    "voc: lists": (_VOC_LISTS, "JPEGImages", "Annotations", "ImageSets/Main"),
+    "voc: labelme2voc": (_VOC_1, "JPEGImages", "Annotations"),
+    "voc: pet": (_VOC_1, "images", "annotations/xmls"),
+    "voc: odd": (_VOC_1, "b pictures", "c boxes"),
+    "voc: folders": (_VOC_WORDS, "{folder}/JPEGImages", "{folder}/Annotations"),
+    "voc: videos": (
+        _VOC_WORDS._replace(decoys=False),
+        *("videos/{folder}/frames", "videos/{folder}/annots"),
+    ),
+    "voc: beside": (_VOC_FLAT, "{word}", "{word}"),
+    "voc: demo": (_VOC_FLAT, "training_demo/images/{word}", "training_demo/images/{word}"),
+    "voc: mirrored": (_with(_VOC, named=False), "images/{split}", "annotations/{split}"),
+    "cvat-xml": (Layout(("polygons", "ellipses", "data is the file"), classes="all"),),
+    "openimages": (_OPEN_IMAGES._replace(suffixes=(".jpg",)),),
+    "kitti": (_KITTI, "{split}"),
+    "kitti: training": (_with(_KITTI, splits=_ONE), "training"),
+    "tf-csv: data": (_CSV, "images/{split}", "data/{split}_labels.csv"),
+    "tf-csv: below": (_with(_CSV, named=False), "images/{below}", "data/{split}_labels.csv"),
+    "tf-csv: flat": (_with(_CSV, splits=_ONE), "images", "data/{split}_labels.csv"),
+    "tf-csv: roboflow": (_CSV_FLAT, "{word}", "{word}/_annotations.csv"),
+    "retinanet-csv": (_with(_RETINANET, "from the root"), "{split}", "{split}.csv"),
+    "retinanet-csv: roboflow": (_RETINANET, "{word}", "{word}/_annotations.csv"),
+    "via-json": (Layout(("polygons", "version 1", "project"), "unturned"),),
+    "labelme-json": (_with(_LABELME, "backslashes"), "{split}", "{split}"),
+    "labelme-json: apart": (_LABELME, "images/{split}", "labels/{split}"),
+    "createml-json": (Layout(("old keys",), "unturned"),),
+}
 
 
-def _with(layout: Layout, *flags: str, **more: object) -> Layout:
-    return layout._replace(flags=(*layout.flags, *flags), **more)
+def _writer(name: str, *places: str) -> Write:
+    return lambda world, tree: WRITERS[name.partition(":")[0]](world, tree, *places)
 
 
 LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
-    "coco: 2017": _of(_COCO, coco, "{split}2017", "annotations/instances_{split}2017.json"),
-    "coco: roboflow": _of(_COCO, coco, "{word}", "{word}/_annotations.coco.json"),
-    "coco: images": _of(_COCO, coco, "images/{split}", "annotations/instances_{split}.json"),
-    "coco: below": _of(
-        _with(_COCO, named=False, empties=False), coco, "images/{below}", "{split}.json"
-    ),
-    "coco: elsewhere": _of(_with(_COCO_1, decoys=False), coco, "my photos", "labels.json"),
-    "coco: flat": _of(
-        _with(_COCO_1, "bare names", "data is the file"), coco, "images", "result.json"
-    ),
-    "coco: beside": _of(_with(_COCO_1, decoys=False), coco, "", "labels.json"),
-    "coco: toml": _of(
-        _COCO._replace(flags=("listed twice", "data is the file")),
-        *(coco, "{split} prepared", "j/{split}.json"),
-        toml=True,
-    ),
-    "yolo: ultralytics": _of(
-        _with(_YOLO, "stale", "other machine", "data is the file", named=False),
-        *(yolo, "images/{split}", "labels/{split}"),
-        names="data.yaml",
-    ),
-    "yolo: roboflow": _of(
-        _with(_YOLO, "above", named=False),
-        *(yolo, "{split}/images", "{split}/labels"),
-        names="data.yaml",
-    ),
-    "yolo: lists": _of(
-        _with(_YOLO, "other machine", shared=True),
-        *(yolo, "images", "labels"),
-        names="data.yaml",
-        lists="{split}.txt",
-    ),
-    "yolo: folders": _of(_YOLO_1, yolo, "{folder}/images", "{folder}/labels", names="classes.txt"),
-    "yolo: labelImg": _of(_YOLO_1, yolo, "images", "images", names="classes.txt"),
-    "yolo: beside": _of(_YOLO_1, yolo, "annotations", "annotations", names="classes.txt"),
-    "yolo: img": _of(_with(_YOLO_1, decoys=False), yolo, "img", "labels", names="classes.txt"),
-    "yolo: here": _of(_with(_YOLO, splits=_ONE, decoys=False), yolo, "", "", names="data.yaml"),
-    "yolo: classes of splits": _of(
-        *(_YOLO_WORDS, yolo, "{split}/images", "{split}/labels"), names="{split}/labels/classes.txt"
-    ),
-    "yolo: darknet": _of(
-        _YOLO._replace(flags=("no empty files", "data is the file"), shared=True),
-        *(yolo, "data/obj", "data/obj"),
-        names="data/obj.names",
-        lists="data/{split}.txt",
-    ),
-    "voc: lists": _of(
-        _with(_VOC, "no empty files", shared=True),
-        *(voc, "JPEGImages", "Annotations"),
-        lists="ImageSets/Main",
-    ),
-    "voc: labelme2voc": _of(_VOC_1, voc, "JPEGImages", "Annotations"),
-    "voc: pet": _of(_VOC_1, voc, "images", "annotations/xmls"),
-    "voc: odd": _of(_VOC_1, voc, "b pictures", "c boxes"),
-    "voc: folders": _of(
-        _with(_VOC, named=False, splits=_ONE), voc, "{folder}/JPEGImages", "{folder}/Annotations"
-    ),
-    "voc: videos": _of(
-        _with(_VOC, named=False, splits=_ONE, decoys=False),
-        *(voc, "videos/{folder}/frames", "videos/{folder}/annots"),
-    ),
-    "voc: beside": _of(_VOC_FLAT, voc, "{word}", "{word}"),
-    "voc: demo": _of(_VOC_FLAT, voc, "training_demo/images/{word}", "training_demo/images/{word}"),
-    "voc: mirrored": _of(_with(_VOC, named=False), voc, "images/{split}", "annotations/{split}"),
-    "cvat-xml": (Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml),
-    "openimages": (
-        Layout(
-            ("quoted", "semicolons", "suffixes"),
-            "upright",
-            named=False,
-            crowds=True,
-            suffixes=(".jpg",),
-        ),
-        openimages,
-    ),
-    "kitti": (_KITTI, partial(kitti, folder="{split}")),
-    "kitti: training": (_with(_KITTI, splits=_ONE), partial(kitti, folder="training")),
-    "tf-csv: data": _of(_CSV, tf_csv, "images/{split}", "data/{split}_labels.csv"),
-    "tf-csv: below": _of(
-        _with(_CSV, named=False), tf_csv, "images/{below}", "data/{split}_labels.csv"
-    ),
-    "tf-csv: flat": _of(_with(_CSV, splits=_ONE), tf_csv, "images", "data/{split}_labels.csv"),
-    "tf-csv: roboflow": _of(
-        _CSV._replace(flags=("quoted", "semicolons"), folders=False),
-        tf_csv,
-        "{word}",
-        "{word}/_annotations.csv",
-    ),
-    "retinanet-csv": _of(
-        _with(_RETINANET, "from the root"), retinanet_csv, "{split}", "{split}.csv"
-    ),
-    "retinanet-csv: roboflow": _of(_RETINANET, retinanet_csv, "{word}", "{word}/_annotations.csv"),
-    "via-json": (Layout(("polygons", "version 1", "project"), "unturned"), via_json),
-    "labelme-json": _of(_with(_LABELME, "backslashes"), labelme_json, "{split}", "{split}"),
-    "labelme-json: apart": _of(_LABELME, labelme_json, "images/{split}", "labels/{split}"),
-    "createml-json": (Layout(("old keys",), "unturned"), createml_json),
+    name: (layout, _writer(name, *places)) for name, (layout, *places) in _PLACES.items()
 }
 
 

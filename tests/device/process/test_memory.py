@@ -14,6 +14,7 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.batch import Batch
+from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of
 from ssdctl.training import memory
 from ssdctl.training.memory import (
@@ -24,6 +25,7 @@ from ssdctl.training.memory import (
     out_of_memory_hints,
 )
 from ssdctl.training.plan import Plan
+from ssdctl.training.step import LossModule
 
 R18 = Architecture("resnet18", "none", 6)
 TINY = Architecture("tiny", "none", 6)
@@ -36,9 +38,6 @@ def planned(**changes: object) -> Plan:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.input.open import random_batch
-    from ssdctl.training.step import LossModule
-
     held = []
     for size in (1, 2):
         model = network_of(R18).train()

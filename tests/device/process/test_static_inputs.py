@@ -48,8 +48,6 @@ class TracedCpu(Cpu):
 
         def record(graph: torch.fx.GraphModule, inputs: object) -> Any:
             context = torch._guards.TracingContext.try_get()
-            assert context is not None
-            assert context.fw_metadata is not None
             infos = context.fw_metadata.input_info
             static = set(context.fw_metadata.static_input_indices or ())
             changed = [n for n, info in enumerate(infos) if info.mutates_data]

@@ -1,6 +1,5 @@
 """Python, torch and the packages; the machine, its limits and its launchers."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -59,16 +58,6 @@ def test_what_a_cgroup_grants(machine: Machine) -> None:
     checks = machine.doctor()
     expect(checks["cores"], "ok", "grants 0.5")
     expect(checks["memory"], "warn", "grants 1.0 GiB")
-
-
-def test_cores_that_sysfs_lists(machine: Machine) -> None:
-    for cpu in os.sched_getaffinity(0):
-        topology = machine.sys / f"devices/system/cpu/cpu{cpu}/topology"
-        machine.put(topology / "physical_package_id", "0")
-        machine.put(topology / "core_id", "0")  # all threads of one core
-    for node in range(3):
-        machine.put(machine.sys / f"devices/system/node/node{node}/cpulist", "0")
-    machine.expect("cores", "ok", "1 physical on 1 socket(s), 3 NUMA node(s)")
 
 
 def test_a_driver_that_hangs_is_killed_with_its_children(

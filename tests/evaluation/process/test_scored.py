@@ -1,9 +1,6 @@
 """What `ssdctl evaluate` scores: folds, groups, tiles, splits, limits, thresholds and files of
 detections, in any combination.
 
-    scripts/test tests/evaluation/process/test_scored.py            # the same commands each time
-    MINUTES=5 SEED=7 scripts/test -m slow tests/evaluation/process/test_scored.py   # others
-
 Detections are drawn from the run and the image instead of computed. What a command scores is told
 by hand: each image by the run that did not train on it, and pycocotools' metrics of that.
 """
@@ -22,8 +19,7 @@ import pytest
 import torch
 from conftest import TINY, Result, run_cli
 from evaluation.judge import Row, detections, matched
-from helpers import examples, seeded, seeds
-from hypothesis import Phase, given
+from helpers import check_examples, seeds
 from hypothesis import strategies as st
 
 import ssdctl
@@ -253,7 +249,6 @@ def check_line(world: World, line: Line, out: Path) -> None:
         typed = [*options, *(str(world.path(n)) for n in names), "--fold", "split test"]
         assert any(word in result.err for word in typed), f"{where}: {result.err}"
         return
-    assert of is not None
     assert result.code in (0, 10), f"{where}: {result.code} {result.err}"
     shown = json.loads(result.out)
     if against is not None:
@@ -299,8 +294,6 @@ def check_world(world: World) -> None:
         assert together.get(fact) == (values.pop() if len(values) == 1 else None), fact
     for name, shown in alone.items():
         run_folder = ssdctl.Run(world.path(name))
-        assert run_folder.best_metrics is not None
-        assert run_folder.evaluation is not None
         assert shown["AP"] == run_folder.best_metrics["AP"]
         saved = json.loads(json.dumps(run_folder.evaluation.as_json()))
         assert shown == {"checkpoint": shown["checkpoint"], **saved}
@@ -310,11 +303,10 @@ def check_world(world: World) -> None:
 
 
 def check_lines(world: World, out: Path, number: int | None, count: int) -> None:
-    def test(line: Line) -> None:
+    def check(line: Line) -> None:
         check_line(world, line, out)
 
-    phases = [] if number is None else [Phase.shrink]
-    examples(count, number, *phases)(seeded(given(line=lines(world))(test), number))()
+    check_examples(check, count, number, shrinks=number is not None, line=lines(world))
 
 
 def test_what_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,5 @@
 """Random networks with random options of `ssdctl export`, run by their runtimes.
 
-    scripts/test tests/exporting/process/test_random_exports.py                  # one
-    scripts/test -m slow tests/exporting/process/test_random_exports.py          # 30 minutes of others
-    SEED=7 scripts/test -m slow tests/exporting/process/test_random_exports.py   # the same again
-
 On ten images the file gives PyTorch's outputs and detections within the documented tolerance, and its
 metadata has classes and thresholds. A failure prints the program that makes the smallest file.
 """
@@ -18,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import examples, seeded, seeds
-from hypothesis import given, note
+from helpers import check_examples, seeds
+from hypothesis import note
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
@@ -99,8 +95,6 @@ def lively(model: ssdctl.SSD300, seed: int) -> ssdctl.SSD300:
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            assert module.running_mean is not None
-            assert module.running_var is not None
             module.running_mean.normal_(0, 0.1, generator=generator)
             module.running_var.uniform_(0.5, 1.5, generator=generator)
     model.eval()
@@ -147,8 +141,7 @@ def run(path: Path, images: np.ndarray, names: tuple[str, ...]) -> list[np.ndarr
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found: list[np.ndarray] = session.run(list(names), {"images": images})
-    return found
+    return session.run(list(names), {"images": images})
 
 
 def fixed_batch(path: Path) -> int | None:
@@ -174,8 +167,7 @@ def metadata(path: Path) -> dict[str, Any]:
     if path.suffix == ".pt2":
         extra = {"ssdctl.json": ""}
         torch.export.load(path, extra_files=extra)
-        facts: dict[str, Any] = json.loads(extra["ssdctl.json"])
-        return facts
+        return json.loads(extra["ssdctl.json"])
     if path.suffix == ".xml":
         import openvino
 
@@ -314,11 +306,11 @@ def run_exports(
     if not runnable:
         pytest.skip(f"no packages for {', '.join(formats)}")
 
-    @given(export=exports(backbones, runnable))
-    def test(export: Export) -> None:
+    def check_one(export: Export) -> None:
         check(export, images)
 
-    examples(count, number)(seeded(test, number))()
+    drawn = exports(backbones, runnable)
+    check_examples(check_one, count, number, shrinks=False, export=drawn)
 
 
 def test_an_export(images: np.ndarray) -> None:

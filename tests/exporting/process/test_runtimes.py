@@ -34,13 +34,6 @@ def exported(cli: Cli, checkpoint: Path, out: str, *options: object) -> Path:
     return Path(out)
 
 
-def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, {"images": images}), strict=True))
-
-
 @pytest.mark.slow(in_ci=True)
 def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
     """OpenCV 4 opens a file without NMS, and its own NMS leaves the detections of `predict`."""

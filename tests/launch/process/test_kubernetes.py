@@ -46,7 +46,6 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     torch, package = origins(tmp_path / "good", "torch", "probe_package")
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
     assert torch == spec.origin
     assert package.startswith(str(tmp_path / "good"))
     # A package that needs another torch is refused.

@@ -71,7 +71,6 @@ def started(
 def stubborn(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A launch and the process id of its launcher, when its ranks are up."""
     with started(STUBBORN, folder) as launch:
-        assert launch.stdout is not None
         launcher = int(launch.stdout.readline())
         wait_for(lambda: len(list(folder.glob("up*"))) == 2)
         yield launch, launcher
@@ -157,7 +156,6 @@ def test_a_job_that_stops_is_not_restarted(tmp_path: Path, monkeypatch: pytest.M
 def test_nohup_is_respected(tmp_path: Path) -> None:
     code = "import time; print('up', flush=True); time.sleep(1)"
     with started(code, tmp_path, "sh", "-c", 'trap "" HUP; exec "$@"', "sh") as launch:
-        assert launch.stdout is not None
         assert launch.stdout.readline() == "up\n"
         launch.send_signal(signal.SIGHUP)
         assert launch.wait(20) == 0

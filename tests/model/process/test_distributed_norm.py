@@ -52,7 +52,6 @@ def train(model: nn.Module, batch: Tensor, *, ranks: int = 1) -> dict[str, list[
         model.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            assert parameter.grad is not None
             if ranks > 1:
                 torch.distributed.all_reduce(parameter.grad)
             with torch.no_grad():

@@ -47,23 +47,6 @@ def with_lively_weights(backbone: str, extra_norm: str, num_classes: int = 6) ->
     return model.double().eval()
 
 
-@pytest.mark.parametrize("extra_norm", ["none", "batch"])
-@pytest.mark.parametrize(
-    ("backbone", "first", "last"),
-    [("resnet18", 256, 128), ("resnet34", 256, 256), *((deep, 1024, 256) for deep in RESNETS[2:])],
-)
-def test_output_and_feature_shapes(backbone: str, first: int, last: int, extra_norm: str) -> None:
-    model = on_meta(backbone, extra_norm, 7)
-    shapes: list[tuple[int, ...]] = []
-    for part in (model.backbone, *model.extra):
-        part.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
-    offsets, logits = model(torch.empty(2, 3, 300, 300, device="meta"))
-    assert offsets.shape == (2, 4, 8732)
-    assert logits.shape == (2, 7, 8732)
-    channels, sizes = (first, 512, 512, 256, 256, last), (38, 19, 10, 5, 3, 1)
-    assert shapes == [(2, c, s, s) for c, s in zip(channels, sizes, strict=True)]
-
-
 @pytest.mark.parametrize("backbone", [*RESNETS, "tiny", "vgg16"])
 def test_number_of_parameters(backbone: str) -> None:
     file = find_backbone(backbone)

@@ -100,7 +100,6 @@ return result;
 
 
 def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    assert BROWSER is not None
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 

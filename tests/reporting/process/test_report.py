@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli, run_cli
-from PIL import Image
+from data.formats.exports import write_world
+from data.generator.worlds import Picture, Thing
 from reporting.test_damaged_runs import evaluated, report, script_data
 
 import ssdctl
@@ -35,12 +36,6 @@ def page(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return report(run_cli, run)
 
 
-@pytest.fixture
-def run(tiny_run: Path, tmp_path: Path) -> Path:
-    """Return a copy of the tiny run that a test may change."""
-    return shutil.copytree(tiny_run, tmp_path / "other")
-
-
 def report_of_two(cli: Cli, *runs: Path) -> str:
     for _ in range(2):
         cli("report", *runs).expect(0)
@@ -54,7 +49,6 @@ def test_page_needs_nothing_else_and_runs_only_its_own_script(page: str) -> None
     assert "@import" not in page
     assert len(page) < 1_500_000
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
     assert "default-src 'none'" in policy[1]
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -112,9 +106,7 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
     assert len({tuple(chart["scale"][:2]) for chart in charts}) == 1
     assert all(any(len(line["x"]) > 1 for line in chart["lines"]) for chart in charts)
     evaluation = Run(tiny_run).evaluation
-    assert evaluation is not None
     best = best_threshold(evaluation)
-    assert best is not None
     (f1,) = [chart for chart in all_charts if chart["x"] == "score threshold"]
     assert max(f1["lines"][-1]["y"]) == pytest.approx(best[1], abs=1e-4)
     assert f"best: {best[0]:.2f}" in page
@@ -122,10 +114,10 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
 
 def test_runs_side_by_side(tiny_run: Path, run: Path, cli: Cli) -> None:
     page = report_of_two(cli, tiny_run, run)
-    assert '<th class="number">tiny</th><th class="number">other</th>' in page
+    assert '<th class="number">tiny</th><th class="number">run</th>' in page
     assert page.count("<figure>") == 18
     lines = script_data(page)["charts"][-1]["lines"]
-    assert [line["name"] for line in lines] == ["tiny", "other"]
+    assert [line["name"] for line in lines] == ["tiny", "run"]
     assert 'id="settings"' not in page
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("momentum = 0.9", "momentum = 0.8"))
@@ -228,18 +220,11 @@ def test_an_evaluation_that_is_broken_or_of_another_dataset(run: Path, cli: Cli)
 
 def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
     """Boxes are in pixels of the original image, the store has half of them."""
-    data = tmp_path / "data"
-    (data / "val2017").mkdir(parents=True)
-    (data / "annotations").mkdir()
-    Image.new("RGB", (800, 640), "gray").save(data / "val2017/a.jpg")
-    box = {"image_id": 1, "category_id": 1, "bbox": [200, 160, 400, 320]}
-    content = {
-        "images": [{"id": 1, "file_name": "a.jpg", "width": 800, "height": 640}],
-        "annotations": [box | {"id": 1, "area": 128000, "iscrowd": 0}],
-        "categories": [{"id": 1, "name": "box"}],
-    }
-    (data / "annotations/instances_val2017.json").write_text(json.dumps(content))
-    Path("d.json").write_text(json.dumps([box | {"score": 0.5}]))
+    data, thing = tmp_path / "data", Thing("box", 200, 160, 400, 320, False, (0, 0, 0))
+    picture = Picture("val", "", "a", ".jpg", 800, 640, 1, True, "RGB", 8, (thing,))
+    write_world(data, "coco: 2017", ("box",), [picture])
+    box = {"image_id": 7, "category_id": 1, "bbox": [200, 160, 400, 320], "score": 0.5}
+    Path("d.json").write_text(json.dumps([box]))
     cli("prepare", "--data", data, "--shrink", 320, "--allow-dropped").expect(0)
     cli("evaluate", "d.json", "--data", data, "--report", "out").expect(0)
     (image,) = script_data(Path("out/report.html").read_text())["runs"][0]["images"]

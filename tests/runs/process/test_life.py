@@ -1,9 +1,5 @@
 """Random lives of a run folder: trained, killed, damaged, moved, read, and continued.
 
-    scripts/test tests/runs/process/test_life.py                  # a few lives
-    scripts/test -m slow tests/runs/process/test_life.py          # 30 minutes of others
-    SEED=7 scripts/test -m slow tests/runs/process/test_life.py   # the same again
-
 The oracle is an undisturbed run: as long as nothing that changes what a run computes was changed,
 every loss, AP and weight is equal to its. A failure prints the shortest life as commands.
 """
@@ -86,14 +82,10 @@ class Undisturbed(NamedTuple):
 
 def load(path: Path) -> dict[str, Any] | None:
     """Return the contents of a checkpoint; None if it is damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:
-                return None
-        content: dict[str, Any] = torch.load(path, weights_only=True)
-    except Exception:
-        return None
-    return content
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+        if archive.testzip() is None:
+            return torch.load(path, weights_only=True)
+    return None
 
 
 def digest(content: dict[str, Any], count: int) -> str:
@@ -399,7 +391,6 @@ class Life(RuleBasedStateMachine):
         kept = [*steps(self.run), *folder.glob("*.pt.retired")]
         assert len(kept) <= keep, f"--keep {keep}: {sorted(p.name for p in kept)}"
         last = load(folder / "last.pt")
-        assert last is not None
         assert last["step"] == self.newest, "last.pt is not the newest"
         if self.is_exact and self.newest in self.undisturbed.states:
             state = digest(last, self.ranks)
@@ -444,12 +435,9 @@ def test_any_operation_may_be_last(undisturbed: dict[int, Undisturbed], goes_bac
         life.newest = 4
         shutil.copytree(first.run, life.run, copy_function=os.link)
         fault = Fault(number, "SIGKILL")
-        if goes_back:
-            life.go_back(2, 1, chosen, fault)
-            was_reached = life.was_reached
-        else:
-            life.train(5, chosen, fault)
-            was_reached = life.was_reached
+        life.go_back(2, 1, chosen, fault) if goes_back else life.train(5, chosen, fault)
+        was_reached = life.was_reached
+        if not goes_back:
             life.train(5, chosen, None)
         life.teardown()
         if not was_reached:

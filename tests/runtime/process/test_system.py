@@ -1,6 +1,5 @@
-"""Commands on other machines: in a container with a CPU quota (here a file tree), without CPU
-affinity as on macOS (hidden in a child process), busy ones, and one with
-broken shared libraries."""
+"""Commands on other machines: in a container with a CPU quota (here a file tree), busy ones, and one
+with broken shared libraries."""
 
 import json
 import os
@@ -67,34 +66,6 @@ def test_ranks_share_the_quota_and_set_their_own_threads(run: Run) -> None:
     assert "OMP_NUM_THREADS" not in json.loads(run(launch, OMP_NUM_THREADS="2"))["environment"]
 
 
-FAULTS = """
-import resource, sys
-from ssdctl.runtime.system import keep_freed_memory, tune_process
-
-before = sys.getswitchinterval()
-if sys.argv[1] == "keep":
-    tune_process()
-    assert sys.getswitchinterval() < before / 10
-    if not keep_freed_memory():
-        print(-1)
-        sys.exit()
-for _ in range(20):
-    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = bytearray(50_000_000)
-    for byte in range(0, len(block), 4096):
-        block[byte] = 1
-    del block
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
-"""
-
-
-def test_an_allocation_finds_the_pages_of_the_one_before() -> None:
-    kept = int(run_code(FAULTS, "keep"))
-    if kept < 0:
-        pytest.skip("no glibc, or its settings are the user's")
-    assert kept < 100 < 5000 < int(run_code(FAULTS, "leave"))
-
-
 def spins(load: float, **variables: str) -> str:
     """Return the variable of libgomp after the start of a command."""
     code = f"import os\nos.getloadavg = lambda: ({load}, 0, 0)\n" + started("config presets --json")
@@ -111,29 +82,6 @@ def test_threads_wait_less_actively_and_least_on_a_busy_machine() -> None:
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])
 def test_the_users_way_of_waiting_is_kept(name: str) -> None:
     assert spins(0, **{name: "7"}) == ("7" if name == "GOMP_SPINCOUNT" else "None")
-
-
-WITHOUT_AFFINITY = """
-import os, sys
-del os.sched_getaffinity
-os.process_cpu_count = os.cpu_count  # as in Python 3.13 and later where there is no affinity
-from ssdctl.cli.main import main
-from ssdctl.launch.base import read_node
-from ssdctl.runtime.system import usable_cores, usable_cpus
-assert len(usable_cpus()) == os.cpu_count()
-assert usable_cores() >= 1 and read_node().cores >= 1
-for line in sys.argv[1:]:
-    try:
-        main(line.split())
-    except SystemExit as end:
-        assert not end.code, (line, end.code)
-"""
-
-
-def test_commands_without_affinity(tmp_path: Path) -> None:
-    download = "download --dataset shapes --dest data --images 4 --val-images 2"
-    run_code(WITHOUT_AFFINITY, download, "prepare --data data")
-    assert (tmp_path / "data/prepared/report.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,10 @@
-"""What the tests of runs share: a copy of the tiny run, and training in this process."""
+"""What the tests of runs share: training in this process."""
 
-import shutil
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 from conftest import TINY_RUN, run_cli
-
-
-class Train(Protocol):
-    def __call__(
-        self, *options: object, out: Path | None = None, data: Path | None = None, code: int = 0
-    ) -> str: ...
+from helpers import Train
 
 
 @pytest.fixture
@@ -29,9 +22,3 @@ def train(shapes: Path, tmp_path: Path) -> Train:
         return " ".join(result.err.split())
 
     return run_train
-
-
-@pytest.fixture
-def run(tiny_run: Path, tmp_path: Path) -> Path:
-    """Return a copy of the tiny run (three steps of two images), where `train` resumes it."""
-    return shutil.copytree(tiny_run, tmp_path / "run")

@@ -3,11 +3,8 @@
 With `--augment none` and one batch with the complete dataset, order cannot matter.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from PIL import Image
 from torch import Tensor
 
@@ -180,7 +177,7 @@ def test_loss_and_six_steps_equal_the_reference(
 @pytest.mark.parametrize("layout", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
 def test_third_party_checkpoint_evaluates_as_the_naive_decode(
-    dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
+    dataset: Path, tmp_path: Path, cli: Cli, layout: str, prefix: str
 ) -> None:
     torch.manual_seed(3)  # scores far enough apart for fp32
     model = SSD300("tiny", NUM_CLASSES, "none" if layout == "mlperf" else "batch")
@@ -226,7 +223,7 @@ def test_third_party_checkpoint_evaluates_as_the_naive_decode(
 
 
 def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
-    tmp_path: Path, shapes: Path, cli: Callable[..., Result]
+    tmp_path: Path, shapes: Path, cli: Cli
 ) -> None:
     """From 80 classes to 5, of which two are known by name."""
     torch.manual_seed(3)
@@ -261,7 +258,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     result.expect(0, str(run / "checkpoints"))
 
 
-def test_broken_third_party_network_is_refused(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_broken_third_party_network_is_refused(tmp_path: Path, cli: Cli) -> None:
     state = to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")
     path = tmp_path / "peer.pt"
     for spoil, words in (

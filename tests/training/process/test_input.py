@@ -1,24 +1,19 @@
 """Runs with damaged data, runs without data, runs that need a package that is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conftest import Cli
-from helpers import records
+from helpers import Train, records
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.training import step_input, trainer
-
-if TYPE_CHECKING:
-    from training.process.conftest import Train
 
 
 def bad_images(run: Path) -> list[dict[str, Any]]:

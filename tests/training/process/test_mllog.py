@@ -11,10 +11,7 @@ import pytest
 from conftest import TINY_RUN, Cli, run_cli
 
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
-OPTIONS = [
-    *TINY_RUN.split(), "--limit-train", 7, "--epochs", 3,
-    "--decay-epochs", "40,50",
-]  # fmt: skip
+OPTIONS = [*TINY_RUN.split(), "--limit-train", 7, "--epochs", 3, "--decay-epochs", "40,50"]
 
 needs_checker = pytest.mark.skipif(
     importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"

@@ -1,27 +1,21 @@
 """Resume a run after changes around it: nothing is lost, mixed up or trained in vain."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
-from helpers import assert_same_state, last, records
+from helpers import Train, assert_same_state, last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.run import Run
-
-if TYPE_CHECKING:
-    from training.process.conftest import Train
 
 
 def steps(run: Path, kind: str = "train") -> list[int]:

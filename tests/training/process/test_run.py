@@ -1,19 +1,17 @@
 """Runs and their options: what they write, how they end, what a bad step leads to, two ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, Cli
-from helpers import assert_same_state, last, records, start_script, train_command
+from helpers import Train, assert_same_state, last, records, start_script, train_command
 
 import ssdctl
 from ssdctl.checkpoint.folder import CheckpointFolder
@@ -24,9 +22,6 @@ from ssdctl.input.augmentations.ssd import color
 from ssdctl.runs.run import Run
 from ssdctl.training.observers import Step
 from ssdctl.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from training.process.conftest import Train
 
 
 def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) -> None:

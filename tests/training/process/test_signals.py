@@ -1,7 +1,5 @@
 """Signals that stop a run: it is saved, exits with 75 and continues bit-equal."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -9,12 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conftest import TINY
 from helpers import (
     ForkedProcess,
+    Train,
     assert_same_state,
     has_steps,
     last,
@@ -33,9 +32,6 @@ from ssdctl.inference.detector import Detector
 from ssdctl.training import evaluator
 from ssdctl.training.observers import Detected, Observer
 from ssdctl.training.step import TrainStep
-
-if TYPE_CHECKING:
-    from training.process.conftest import Train
 
 
 @pytest.fixture
@@ -114,7 +110,6 @@ def test_a_signal_in_the_imports_ends_it(command: list[str], tmp_path: Path, mod
     """Python reports each import at its end: a package's own comes after its modules."""
     reporting = [sys.executable, "-X", "importtime", "-m", "ssdctl", *command]
     process = subprocess.Popen(reporting, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     for line in process.stderr:
         if line.rpartition("|")[2].strip() == module:
             break

@@ -109,7 +109,6 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
         options = ("--fold", f"{n}/2", "--steps", 3, *TINY_RUN.split())
         cli("train", "--data", data, "--out", run, *options).expect(0)
         started = Run(run).started
-        assert started is not None
         assert started.val_images == 12
     shutil.copytree(runs[0], tmp_path / "runs" / "again")  # the first fold twice
     assert cli("runs", tmp_path / "runs").out.count("2 of 2 folds of") == 1

@@ -1,7 +1,5 @@
 """What a run must survive: kills at any moment, a full disk, lost ranks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -11,12 +9,13 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conftest import Cli
 from helpers import (
     ForkedProcess,
+    Train,
     assert_same_state,
     has_steps,
     last,
@@ -33,9 +32,6 @@ from ssdctl.errors import DiskError
 from ssdctl.evaluation import analysis
 from ssdctl.runs import metrics
 from ssdctl.training.step import TrainStep
-
-if TYPE_CHECKING:
-    from training.process.conftest import Train
 
 
 def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
