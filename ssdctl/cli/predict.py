@@ -202,8 +202,8 @@ def _predict(
         writer = WRITERS[settings.save or "json"](make_dir(out), detector.selected_classes)
     records, failures = list[Any](), list[tuple[str, SsdctlError]]()
     interrupt: BaseException | None = None
-    images = objects = 0
-    shown = _detect(call, detector, sources)
+    images, objects, first_only = 0, 0, list[str]()
+    shown = _detect(call, detector, sources, first_only)
     try:
         for found, target in itertools.zip_longest(shown, targets):
             result = _drawn(found.result, target, style)
@@ -219,6 +219,10 @@ def _predict(
         if not images:
             raise
         interrupt = error  # after the results until here are written
+    if first_only:
+        files = counted(len(first_only), "file")
+        named = listed(sorted(first_only), MAX_NAMED)
+        call.console.warning(f"only the first frame of {files} with several is read: {named}")
     written = [f"{out}/"] if targets else []
     if not images:  # earlier results are not replaced
         out, written = None, []
@@ -232,7 +236,7 @@ def _predict(
             raise Stopped(f"stopped by {interrupt}", hint=hint)
         raise interrupt
     if failures:
-        raise _error(failures, len(sources))
+        raise _error(failures, len(sources), "images")
 
 
 def _drawn(
@@ -279,24 +283,29 @@ def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
 
 
 def _detect(
-    call: Call, detector: ImageDetector, sources: list[ImageSource]
+    call: Call, detector: ImageDetector, sources: list[ImageSource], first_only: list[str]
 ) -> Iterator[Prediction]:
+    """Yield the detections; names of files with more frames are added to `first_only`."""
+    from ssdctl.data.image_decode import has_more_frames
     from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
 
     def prepare(source: ImageSource, canceled: threading.Event) -> PreparedImage:
         content = source.open(canceled)
-        return detector.prepare(source, content, open_image(content))
+        opened = open_image(content)
+        if has_more_frames(content):
+            first_only.append(printable_line(source.label))
+        return detector.prepare(source, content, opened)
 
     how = {"batch_size": call.config.predict.batch_size, "threads": usable_cores()}
     results = detect_ahead(detector, sources, prepare, **how)
     return call.console.progress(results, total=len(sources), label="predicting", unit="img")
 
 
-def _error(failures: list[tuple[str, SsdctlError]], num_images: int) -> SsdctlError:
+def _error(failures: list[tuple[str, SsdctlError]], count: int, what: str) -> SsdctlError:
     kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
     names = listed([name for name, _ in failures], MAX_NAMED)
     return kind(
-        f"failed images ({len(failures)} of {num_images}): {names}",
+        f"failed {what} ({len(failures)} of {count}): {names}",
         hint="the warnings name the reasons",
     )
 
@@ -324,8 +333,8 @@ def _predict_videos(
     targets: list[Path],
     style: dict[str, Any],
 ) -> None:
-    """Predict on videos; a damaged one does not stop the others."""
-    failures = 0
+    """Predict on videos; one that cannot be read does not stop the others."""
+    failures = list[tuple[str, SsdctlError]]()
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
         lines = None
@@ -336,12 +345,12 @@ def _predict_videos(
                 _predict_video(call, detector, name, target, lines, style)
             except DataError as error:
                 call.console.warning(str(error))
-                failures += 1
+                failures.append((printable_line(name), error))
             except (KeyboardInterrupt, SsdctlError) as error:
                 failure = error
                 break
         if failures and failure is None:
-            failure = DataError(f"damaged videos: {failures} of {len(videos)}; see the warnings")
+            failure = _error(failures, len(videos), "videos")
         if failure is not None and (lines is None or not lines.tell()):
             raise failure  # earlier results are not replaced
     if failure is not None:

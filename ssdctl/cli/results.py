@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,8 +230,17 @@ def evaluate(
         if detections and Path(detections).resolve() == Path(suspects).resolve():
             raise UsageError(f"--detections and --suspects: both name {suspects}")
     found: list[DetectedSplit] = []
+
+    def keep(split: DetectedSplit) -> None:
+        if suspects is not None and not split.detections.are_probabilities:
+            raise UsageError(
+                f"--suspects: {split.about.source} has scores outside of 0 to 1",
+                hint="scale them, or leave --suspects out",
+            )
+        found.append(split)
+
     written = Path(detections) if detections else None
-    evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)
+    evaluations = _evaluate(call, files, written, keep, are_folds=len(named) > 1)
     if not evaluations:  # not the main rank
         return
     facts = _write_suspects(found, Path(suspects)) if suspects else []
@@ -347,14 +357,11 @@ def _evaluate(
     call: Call,
     files: list[Path],
     detections: Path | None,
-    found: list[DetectedSplit],
+    on_detected: Callable[[DetectedSplit], None],
     *,
     are_folds: bool,
 ) -> list[Evaluation]:
-    """Score all files; return an empty list on ranks other than the main one.
-
-    The detections of each file are added to `found`.
-    """
+    """Score all files; return an empty list on ranks other than the main one."""
     from ssdctl.evaluation.evaluate import evaluate_files, evaluate_folds
 
     evaluations, is_main = [], _be_silent_unless_main(call)
@@ -363,7 +370,7 @@ def _evaluate(
         call.config,
         progress=call.console.progress,
         detections_file=detections,
-        on_detected=found.append,
+        on_detected=on_detected,
     ):
         if not is_main:
             continue

@@ -149,12 +149,18 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 def require_drawn(path: Path, option: str) -> None:
     """Refuse to replace a file, unless it is an image that `save_image` wrote, or empty."""
-    if not has_content(path, option):
-        return
+    if has_content(path, option) and not is_drawn(path):
+        refuse_other_file(path, option)
+
+
+def is_drawn(path: Path) -> bool:
+    """Return whether `save_image` wrote an image."""
+    if path.suffix.lower() not in DRAWN_FORMATS or not path.is_file():
+        return False
     with contextlib.suppress(Exception), Image.open(path) as image:
-        if image.getexif().get(SOFTWARE) == MARK:
-            return
-    refuse_other_file(path, option)
+        # A PNG's own method would decode the pixels.
+        return Image.Image.getexif(image).get(SOFTWARE) == MARK
+    return False
 
 
 def _texts(

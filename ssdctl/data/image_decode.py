@@ -48,6 +48,8 @@ OTHER_FORMATS = (
     "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "PCX", "SGI", "ICO",
     "QOI", "DDS", "PSD", "HEIF",
 )  # fmt: skip
+ANIMATED_FORMATS = ("GIF", "WEBP", "AVIF", "PNG", "TIFF")
+NEW_SUBFILE_TYPE, REDUCED_OR_MASK = 254, 0b101  # TIFF's tag of pages that are no other image
 PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 MAX_REUSED_BYTES = 48 << 20  # memory for larger images is not kept by the thread
@@ -122,6 +124,16 @@ def open_image(file: Path | IO[bytes]) -> Image.Image:
     except UnidentifiedImageError:
         Image.init()
         return Image.open(file, formats=[name for name in OTHER_FORMATS if name in Image.OPEN])
+
+
+def has_more_frames(file: Path | IO[bytes]) -> bool:
+    """Return whether an image has frames or pages behind the first, the only one that is read."""
+    with contextlib.suppress(Exception), open_image(file) as image:
+        if image.format in ANIMATED_FORMATS:
+            image.seek(1)  # raises if there is none
+            kind = getattr(image, "tag_v2", {}).get(NEW_SUBFILE_TYPE, 0)
+            return not kind & REDUCED_OR_MASK
+    return False
 
 
 def decode(

@@ -48,6 +48,7 @@ from ssdctl.runs.evaluation import (
     EvaluationInfo,
     SampleBox,
     SampleImage,
+    Suspect,
 )
 from ssdctl.runtime.signals import STOP_SIGNALS
 from ssdctl.runtime.system import run_in_daemon_thread
@@ -198,7 +199,12 @@ def analyze(
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
     shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
     counts = shown["matrix"].astype(np.int64)
-    bins, calibration_error = _calibration(scoring.engine, detections)
+    bins, calibration_error, suspects = list[CalibrationBin](), None, list[Suspect]()
+    if detections.are_probabilities:
+        bins, calibration_error = _calibration(scoring.engine)
+        suspects = find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS]
+    else:
+        log.warning("there are scores outside of 0 to 1: without calibration and suspects")
     return Evaluation(
         about=about,
         metrics=scoring.metrics,
@@ -226,14 +232,11 @@ def analyze(
         sample_score=SAMPLE_SCORE,
         confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
         intervals=overall,
-        suspects=find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS],
+        suspects=suspects,
     )
 
 
-def _calibration(engine: Any, detections: Detections) -> tuple[list[CalibrationBin], float | None]:
-    if not ((detections.scores >= 0) & (detections.scores <= 1)).all():
-        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
-        return [], None
+def _calibration(engine: Any) -> tuple[list[CalibrationBin], float]:
     found = engine.calibration()
     columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
     return [CalibrationBin(*(b[c] for c in columns)) for b in found["bins"]], found["ece"]

@@ -30,7 +30,7 @@ from ssdctl.data.index import image_contents, read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
-from ssdctl.errors import DataError, IntegrityError, SsdctlError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import run_of
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
@@ -83,24 +83,37 @@ def name_of_images(root: Path, split: str, fold: Fold | None, *, is_default: boo
 
 
 def choose_fold(
-    checkpoint: ModelFile, config: Config, root: Path, splits: Mapping[str, Split]
+    checkpoint: ModelFile,
+    config: Config,
+    root: Path,
+    splits: Mapping[str, Split],
+    *,
+    is_required: bool = False,
 ) -> Fold | None:
     """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
 
     A split or another dataset that the user names takes precedence; one that was moved is the same.
+
+    Raises:
+        UsageError: A fold `is_required`, and the dataset is another one.
     """
     settings = checkpoint.run_settings or {}
     if settings.get("train.fold") is None or config.is_chosen("evaluate.split"):
         return None
     fold = settings["train.fold"], settings.get("train.group")
-    if not _is_own(checkpoint, root):
-        if (train := splits.get("train")) is None:
-            return None
+    if _is_own(checkpoint, root):
+        return fold
+    if (train := splits.get("train")) is not None:
         trained = without_images(train, fold_rows(train, *fold))
         now = trained.labels_digest(), trained.training_digest()
-        if now not in [(r.get("labels"), r.get("image_ids")) for r in _events(checkpoint)]:
-            return None
-    return fold
+        if now in [(r.get("labels"), r.get("image_ids")) for r in _events(checkpoint)]:
+            return fold
+    if is_required:
+        raise UsageError(
+            f"{checkpoint.path}: {root} is not the dataset of its fold, or has other labels now",
+            hint="name that dataset with --data DIR, or score one run on --split",
+        )
+    return None
 
 
 def _is_own(checkpoint: ModelFile, root: Path) -> bool:

@@ -64,6 +64,11 @@ class Detections(NamedTuple):
             return cls(empty, np.zeros((0, 4)), np.zeros(0), empty)
         return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
+    @property
+    def are_probabilities(self) -> bool:
+        """Whether all scores are in 0 to 1, which calibration and suspects require."""
+        return bool(((self.scores >= 0) & (self.scores <= 1)).all())
+
     def to_coco(self) -> list[dict[str, Any]]:
         """Return COCO's results format."""
         rows = zip(*(column.tolist() for column in self), strict=True)

@@ -372,8 +372,6 @@ def detect_on_split(
 ) -> DetectedSplit | None:
     """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
-    The split is of the checkpoint's dataset, unless the call names another one.
-
     Args:
         ranks: Each detects on its share of the images.
         name: Replaces the path in messages.
@@ -389,12 +387,7 @@ def detect_on_split(
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     splits = open_on_all_ranks(root, folder, ranks, progress)
-    fold = choose_fold(fold_of or checkpoint, config, root, splits)
-    if fold is None and only_fold:
-        raise UsageError(
-            f"{checkpoint.path}: {root} is not the dataset of its fold, or has other labels now",
-            hint="name that dataset with --data DIR, or score one run on --split",
-        )
+    fold = choose_fold(fold_of or checkpoint, config, root, splits, is_required=only_fold)
     name_of_split = settings.split if fold is None else "train"
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)

@@ -21,10 +21,11 @@ from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from ssdctl.checkpoint.locate import is_model_folder
+from ssdctl.data.drawing import is_drawn
 from ssdctl.data.image_files import IMAGE_SUFFIXES
-from ssdctl.errors import NetworkError, UsageError
+from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.runs.folder import RunDir
-from ssdctl.runtime.safe_text import redact_url
+from ssdctl.runtime.safe_text import counted, quoted, redact_url
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ CONNECT_S = 10.0
 READ_S = 30.0  # without a byte
 TOTAL_S = 120.0
 CHUNK_BYTES = 1 << 16
+RESULTS = "detections.json"  # beside drawn images
+SEPARATELY = "run predict once for videos and once for images"
 GIVE_PATH = "fetch the file by other means, and give its path"
 VIDEO_SUFFIXES = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts"),
@@ -62,6 +65,8 @@ class ImageSource(NamedTuple):
 
     def open(self, canceled: threading.Event | None = None) -> Path | io.BytesIO:
         """Return the path, or the content of a URL or pipe, for `read_rgb`."""
+        if is_video(self.name):
+            raise DataError(f"{self.label}: a video, not an image; {SEPARATELY}")
         if self.url:
             content = fetch_image(self.url, canceled)
         elif self.path.is_fifo():
@@ -131,8 +136,8 @@ def find_sources(
 def looks_like_image(name: str, *, recursive: bool = False) -> bool:
     """Return whether an argument names images or a video, and not a checkpoint, by its form.
 
-    Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images,
-    except runs and models.
+    Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images or
+    videos, except runs and models.
     """
     path = Path(name)
     if name == STDIN or is_video(name) or name.lower().startswith(("http://", "https://")):
@@ -142,7 +147,7 @@ def looks_like_image(name: str, *, recursive: bool = False) -> bool:
         if is_model_folder(path) or run.metrics.exists() or run.checkpoints.is_dir():
             return False
         files = path.rglob("*") if recursive else path.iterdir()
-        return any(p.suffix.lower() in IMAGE_SUFFIXES for p in files)
+        return any(p.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) for p in files)
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return True
     return _is_pattern(name)
@@ -189,25 +194,50 @@ def split_videos(names: Sequence[str]) -> list[str]:
         other = next(name for name in names if name not in videos)
         raise UsageError(
             f"{videos[0]} is a video, {redact_url(other)} is not",
-            hint="run predict once for videos and once for images",
+            hint=SEPARATELY,
         )
     files = ((_is_pattern(name) and _matches(name)) or [name] for name in videos)
     return [file for several in files for file in several]
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
-    """Return the images in a folder, without hidden files and links to folders."""
+    """Return the images in a folder, without hidden files, links to folders, and earlier results.
 
-    def is_image(path: Path) -> bool:
+    Earlier results are drawn images, and links to images in the folder, as of `--save yolo`.
+    """
+
+    def is_file(path: Path) -> bool:
         is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
-        return path.suffix.lower() in IMAGE_SUFFIXES and not is_hidden and not path.is_dir()
+        return not is_hidden and not path.is_dir()
 
-    images = sorted(filter(is_image, folder.rglob("*") if recursive else folder.iterdir()))
-    if not images:
-        hint = None if recursive else "--recursive searches the folders below, too"
+    files = sorted(filter(is_file, folder.rglob("*") if recursive else folder.iterdir()))
+    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    root = folder.resolve()
+    originals = {root / path.relative_to(folder) for path in images if not path.is_symlink()}
+    results = {path.parent for path in files if path.name == RESULTS}
+    own = [
+        path
+        for path in images
+        if not (path.parent in results and is_drawn(path))
+        and not (path.is_symlink() and Path(os.path.realpath(path)) in originals)
+    ]
+    notes = []
+    if len(own) < len(images):
+        skipped = counted(len(images) - len(own), "image")
+        notes.append(f"skipped {skipped} that predict has drawn, or that link to others")
+    if videos := [path for path in files if is_video(str(path))]:
+        start = glob.escape(str(folder)) + ("/**" if recursive else "")
+        patterns = " ".join(quoted(f"{start}/*{s}") for s in sorted({p.suffix for p in videos}))
+        skipped = counted(len(videos), "video")
+        notes.append(f"skipped {skipped}; detect on them with: ssdctl predict CKPT {patterns}")
+    if not own:
+        notes += [] if recursive else ["--recursive searches the folders below, too"]
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise UsageError(f"{folder}: a folder without images ({suffixes})", hint=hint)
-    return images
+        problem = f"{folder}: a folder without images ({suffixes})"
+        raise UsageError(problem, hint="; ".join(notes) or None)
+    for note in notes:
+        log.info("%s: %s", folder, note)
+    return own
 
 
 def _listed(stdin: IO[bytes]) -> list[ImageSource]:

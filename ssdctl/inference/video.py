@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -30,12 +31,15 @@ from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect
 from ssdctl.inference.sources import is_camera
 from ssdctl.model.results import Result
 
+log = logging.getLogger(__name__)
+
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
 ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
 TICKS = 30_000  # per second in written videos; MPEG-4 allows up to 65,535
 DEFAULT_RATE = 25  # frames per second if a video does not state it
 MAX_RATE = 240
 MAX_MISSING_S = 1.0  # at the end of an intact MP4 file, whose edit list may skip frames
+UNREADABLE_STREAM = "cannot be decoded (pipes need Matroska, or MP4 with -movflags +faststart)"
 SEGMENT = b"\x18\x53\x80\x67"  # Matroska's element of everything after the first header
 SEGMENT_WITHIN = 4096  # bytes
 UNKNOWN_SIZE = (1 << 56) - 1  # live recordings have it
@@ -50,7 +54,6 @@ class Frame(NamedTuple):
 class Video:
     def __init__(self, av: ModuleType, container: Any, name: str) -> None:
         self._av, self._container, self._name = av, container, name
-        self._start_s: float | None = None  # the time of the first frame
         if not container.streams.video:
             raise DataError(f"{name}: it has no video stream")
         self._stream = container.streams.video[0]
@@ -72,29 +75,34 @@ class Video:
     def frames(self, *, every: int = 1, limit: int | None = None) -> Iterator[Frame]:
         """Yield every Nth frame, at most `limit`; a damaged file raises DataError after them."""
         decoded = itertools.islice(enumerate(self._decoded()), 0, None, every)
-        for number, frame in itertools.islice(decoded, limit):
-            time = number / self.rate if frame.time is None else self._since_start(frame)
-            yield Frame(number, max(time, 0.0), self._pixels(frame))
+        for number, (time_s, frame) in itertools.islice(decoded, limit):
+            yield Frame(number, time_s, self._pixels(frame))
 
-    def _decoded(self) -> Iterator[Any]:
-        count, frame = 0, None
+    def _decoded(self) -> Iterator[tuple[float, Any]]:
+        """Yield all frames with their times, which go on where those of the file go back."""
+        count, starts, start_s = 0, 0, 0.0
+        step_s = 1 / self.rate  # between the last two frames
+        time_s = -step_s
         try:
             for frame in self._container.decode(self._stream):
-                count += 1
-                if self._start_s is None:
-                    self._start_s = frame.time
-                yield frame
+                expected_s = time_s + step_s
+                stamp_s = start_s + expected_s if frame.time is None else float(frame.time)
+                if not count or stamp_s - start_s < time_s:  # recordings that were joined
+                    starts, start_s = starts + 1, stamp_s - expected_s
+                    if starts == 2:
+                        log.warning("%s: times go back at frame %d; continued", self._name, count)
+                step_s = stamp_s - start_s - time_s or step_s
+                count, time_s = count + 1, stamp_s - start_s
+                yield time_s, frame
         except (self._av.error.FFmpegError, ValueError) as error:
-            raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
+            problem = "damaged video" if Path(self._name).is_file() else UNREADABLE_STREAM
+            raise DataError(f"{self._name}: {problem}: {_reason(error)}") from None
         except OSError as error:
             raise DataError(f"{self._name}: cannot be read on: {_reason(error)}") from None
-        if frame is None:
+        if not count:
             raise DataError(f"{self._name}: damaged video: no frame can be decoded")
-        if self._is_truncated(count, self._since_start(frame)):
+        if self._is_truncated(count, time_s):
             raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
-
-    def _since_start(self, frame: Any) -> float:
-        return float(frame.time or 0.0) - float(self._start_s or 0.0)
 
     def _is_truncated(self, count: int, last_s: float) -> bool:
         """Return whether the file is shorter than its headers say: FFmpeg reports a normal end."""

@@ -103,7 +103,7 @@ def test_calibration_counts_true_positives(tmp_path: Path) -> None:
 def test_scores_that_are_no_probabilities_have_no_calibration(tmp_path: Path, score: float) -> None:
     result = evaluation(tmp_path, [(0, 2, BOX, score), *RIGHT[1:]])
     assert result.calibration_error is None
-    assert result.calibration == []
+    assert result.calibration == result.suspects == []
     assert result.metrics["AP"] == pytest.approx(1)
 
 

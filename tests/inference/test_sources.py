@@ -1,12 +1,15 @@
 """The images that arguments name: files, folders, patterns, URLs and lists."""
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
 from download.http_server import Reply, Server
+from PIL import Image
 
-from ssdctl.errors import NetworkError, UsageError
+from ssdctl.data.drawing import save_image
+from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.inference import sources
 from ssdctl.inference.sources import find_sources, looks_like_image, source_of, split_videos
 
@@ -21,13 +24,28 @@ def names(*given: str, recursive: bool = False, stdin: bytes = b"") -> list[str]
     return [s.name for s in find_sources(given, recursive=recursive, stdin=io.BytesIO(stdin))]
 
 
-def test_folders_contain_only_direct_images_unless_recursive() -> None:
+def test_folders_contain_only_direct_images_unless_recursive(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
     touch("a/c.jpg/5.HEIC", "a/c.jpg/6.gif")
     Path("a/again").symlink_to(Path("a").absolute())
+    touch("a/b/[v]/1.MOV", "a/b/[v]/2.mp4")
+    for suffix in (".jpg", ".png", ".webp", ".tif"):  # results of earlier calls
+        save_image(Image.new("RGB", (9, 9)), drawn := Path(f"a/b/drawn{suffix}"))
+    touch("a/b/detections.json")
+    Path("a/b/link.tif").symlink_to("../1.tif")
     assert names("a") == ["a/1.tif", "a/2.JPG"]
     deep = ["a/b/3.webp", "a/c.jpg/5.HEIC", "a/c.jpg/6.gif"]
     assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", *deep]
+    assert "5 images" in caplog.text
+    assert "2 videos" in caplog.text
+    assert names(str(drawn)) == [str(drawn)]
+    with pytest.raises(UsageError) as caught:
+        names("a/b/[v]")
+    patterns = [word for word in shlex.split(str(caught.value.hint)) if "*" in word]
+    assert split_videos([p.strip(";") for p in patterns]) == ["a/b/[v]/1.MOV", "a/b/[v]/2.mp4"]
 
 
 def test_a_file_whose_name_is_a_pattern() -> None:
@@ -43,6 +61,8 @@ def test_lists_on_standard_input() -> None:
     assert names("-", stdin=b"two\nlines.png\0b.png\0") == ["two\nlines.png", "b.png"]
     with pytest.raises(UsageError):
         names("-", stdin=b"\n")
+    with pytest.raises(DataError, match=r"a\.mp4: a video"):
+        find_sources(["-"], stdin=io.BytesIO(b"a.mp4"))[0].open()
 
 
 @pytest.mark.parametrize(
@@ -101,13 +121,11 @@ def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch
 
 def test_which_names_are_images_and_videos() -> None:
     touch("photos/a.jpg", "run/a.jpg", "run/metrics.jsonl", "new/a.jpg", "new/checkpoints/last.pt")
-    touch("model/a.jpg", "model/model.safetensors")
+    touch("model/a.jpg", "model/model.safetensors", "films/a.MKV")
     assert [looks_like_image(n) for n in ("photos", "run", "new", "model")] == [True, *[False] * 3]
-    for name in ("-", "/dev/video0", "HTTPS://host/", "a.MP4", "a.jpg", "*.none"):
+    for name in ("-", "films", "/dev/video0", "HTTPS://host/", "a.MP4", "a.jpg", "*.none"):
         assert looks_like_image(name), name
     for name in ("best.pt", "hf://org/name", "ssd300-vgg16-coco", "s3://bucket/a"):
         assert not looks_like_image(name), name
     assert split_videos(["a.MP4", "/dev/video0"]) == ["a.MP4", "/dev/video0"]
     assert split_videos(["a.jpg", "-", "https://host/a.jpg?of=x.mov"]) == []
-    with pytest.raises(UsageError):
-        split_videos(["a.mov", "-"])

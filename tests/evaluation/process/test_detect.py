@@ -145,6 +145,10 @@ def test_classes_match_by_name(cli: Cli, checkpoint: Path, shapes: Path, tmp_pat
     assert {c["name"]: c["objects"] for c in actual["per_class"]} == objects
     rows = [json.loads(Path(name).read_text()) for name in ("before.json", "after.json")]
     assert len(rows[0]) > 0
+    percent = [{**row, "score": 100 * row["score"]} for row in rows[0]]
+    Path("percent.json").write_text(json.dumps(percent))
+    command = ("evaluate", "percent.json", "--data", shapes, "--suspects", "suspects.csv")
+    cli(*command).expect(2, "percent.json", "0 to 1")
     for row in rows[0]:
         row["category_id"] = new[row["category_id"]]
     assert rows[0] == rows[1]
