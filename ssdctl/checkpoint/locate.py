@@ -165,8 +165,9 @@ def check_weight_sources(config: Config) -> None:
     resume = config.train.resume
     if resume not in ("auto", "never"):
         if not (Path(resume).is_file() or has_continued_from(run_dir(config), Path(resume))):
+            source = config.sources["train.resume"].named("train.resume")
             raise UsageError(
-                f"--resume {resume}: no such checkpoint file",
+                f"{source} {resume}: no such checkpoint file",
                 hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
             )
         return

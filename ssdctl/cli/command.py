@@ -45,7 +45,14 @@ from ssdctl.config.resolve import (
     preset_overrides,
     resolve,
 )
-from ssdctl.config.settings import Config, Setting, all_settings, other_programs, select
+from ssdctl.config.settings import (
+    Config,
+    Setting,
+    all_settings,
+    other_programs,
+    problem_of,
+    select,
+)
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
@@ -339,13 +346,15 @@ def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parame
     is_long = len(joined) > LONGEST_METAVAR
     choices = f": {', '.join(setting.choices)}" if is_long else ""
     for flag, name, constant in _options(setting):
+        problem = functools.partial(problem_of, setting.path)
+        complete = completer(setting.choices, parts=setting.parts, problem_of=problem)
         option = typer.Option(
             "/".join(setting.flags) if setting.is_flag else flag,
             help=setting.help + choices + _default_note(setting),
             metavar="NAME" if is_long else joined or setting.metavar,
             rich_help_panel=setting.panel,
             hidden=is_hidden and not is_completion(),
-            autocompletion=None if constant else completer(setting.choices, parts=setting.parts),
+            autocompletion=None if constant else complete,
         )
         if constant:
             yield _parameter(name, bool, option, default=False)

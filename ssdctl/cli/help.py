@@ -255,7 +255,10 @@ def _words(text: str) -> list[str]:
 
 
 def completer(
-    choices: Iterable[str] = (), metavar: str | None = None, parts: Iterable[str] = ()
+    choices: Iterable[str] = (),
+    metavar: str | None = None,
+    parts: Iterable[str] = (),
+    problem_of: Callable[[str], str | None] = lambda _: None,
 ) -> Completer | None:
     """Return typer's `autocompletion` of a value, or None if it can be any text or file.
 
@@ -264,6 +267,7 @@ def completer(
         metavar: The value's placeholder in `--help`: `RUN` completes run folders, `CKPT` also
             detectors, `KEY=VALUE` the keys of settings.
         parts: Names; the value may be a list of them, `A,B`.
+        problem_of: Returns what is wrong with a list.
     """
     kinds = set(re.split(r"[^\w=]", metavar or ""))
     if not (choices or parts) and not kinds & {"KEY=VALUE", "RUN", "CKPT"}:
@@ -274,7 +278,9 @@ def completer(
         values = [*choices, *_values(kinds, start), *parts]
         if parts and "," in start:
             before, _, start = start.rpartition(",")
-            prefix, values = f"{prefix}{before},", [p for p in parts if p not in before.split(",")]
+            values = [p for p in parts if p not in before.split(",")]
+            values = [p for p in values if problem_of(f"{before},{p}") is None]
+            prefix = f"{prefix}{before},"
         return [prefix + value for value in values if value.startswith(start)]
 
     return complete

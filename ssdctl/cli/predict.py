@@ -152,11 +152,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     tune_process()
     from ssdctl.inference.predict import load_detector
 
-    config = call.config
-    if config.predict.nms_iou is None:
-        source = config.sources["evaluate.nms_iou"]
-        config = config.with_value("predict.nms_iou", config.evaluate.nms_iou, source)
-    return load_detector(checkpoint, config)[0]
+    return load_detector(checkpoint, call.config)[0]
 
 
 def _targets(

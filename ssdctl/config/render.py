@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import typing
 from collections.abc import Callable
@@ -9,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from ssdctl.config.settings import Config, Kind, Setting, Source, all_settings, plain_type
+from ssdctl.config.settings import (
+    DEFAULT,
+    Config,
+    Kind,
+    Setting,
+    Source,
+    all_settings,
+    plain_type,
+)
 from ssdctl.runtime.safe_text import redact_urls
 
 SWITCHES = ["true", "True", "TRUE", "1", "false", "False", "FALSE", "0"]
@@ -44,6 +53,13 @@ def snapshot_sources(config: Config) -> dict[str, str]:
 def to_snapshot_toml(config: Config) -> str:
     """Return `snapshot` as a file that `--config` reads back, with sources."""
     return _tables(config, _with_source, snapshot(config))
+
+
+@functools.cache
+def default_lines() -> dict[str, str]:
+    """Return the line of each default in the file of `to_snapshot_toml`."""
+    settings = {path: s for path, s in all_settings().items() if not s.is_recipe}
+    return {path: _with_source(s, s.default, DEFAULT)[0] for path, s in settings.items()}
 
 
 def to_template_toml(config: Config) -> str:

@@ -21,7 +21,9 @@ import msgspec
 
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
+from ssdctl.config.render import default_lines
 from ssdctl.config.settings import (
+    ASSIGNMENT,
     DEFAULT,
     TABLES,
     Config,
@@ -55,9 +57,6 @@ PLAIN_TYPES = {
     "array": "a list",
     "object": "a table",
 }
-
-
-ASSIGNMENT = Source(Kind.CALL, "--set")
 
 
 def of_call(label: str) -> Source:
@@ -95,7 +94,7 @@ def resolve(
     if file is None and default_file and os.path.lexists(DEFAULT_FILE):
         file = DEFAULT_FILE
     layers = [
-        *(read_toml(Path(file)) if file is not None else ()),
+        *(o for o in (read_toml(Path(file)) if file is not None else ()) if o.source != DEFAULT),
         *(Override(k, v, Source(Kind.FILE, FILES_VARIABLE)) for k, v in of_files.items()),
         *_from_environment(environment),
         *overrides,
@@ -120,9 +119,12 @@ def resolve(
     }
     config = Config(**tables, sources=sources)
     for paths, problem in conflicts(config):
-        path = max(paths, key=lambda path: sources[path].kind)  # what the user chose
-        if used is None or sources[path].kind is Kind.CALL or not used.isdisjoint(paths):
-            raise UsageError(f"{_named(sources[path], path)}: {problem}")
+        # The last one that the user chose, which the message names first.
+        first, *others = sorted(paths, key=lambda path: -sources[path].kind)
+        if used is None or sources[first].kind is Kind.CALL or not used.isdisjoint(paths):
+            given = [p for p in others if Kind.FILE <= sources[p].kind < Kind.CALL]
+            named = f" ({', '.join(sources[p].named(p) for p in given)})" * bool(given)
+            raise UsageError(f"{sources[first].named(first)}: {problem}{named}")
     return config
 
 
@@ -136,12 +138,18 @@ def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
 
 
 def read_toml(path: Path) -> list[Override]:
-    """Return the values of a config file, each with its line."""
+    """Return the values of a config file, each with its line.
+
+    The source of a default that nobody chose, in the config file of a run, is DEFAULT.
+    """
     text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
     lines, names, overrides = _lines_of_keys(text), dict[str, tuple[str, Any]](), []
+    rows = text.splitlines()
     for key, value in _flatten(tables):
         source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
         refuse_twice(key, key, value, names, f"{source}: ")
+        if key in lines and rows[lines[key] - 1] == default_lines().get(key):
+            source = DEFAULT
         overrides.append(Override(key, value, source))
     return overrides
 
@@ -227,6 +235,7 @@ def parse_assignment(text: str) -> Override:
 def _checked(override: Override) -> Override:
     """Return an override with the setting's path and a value of its type; raise UsageError."""
     setting, value = _lookup(override), override.value
+    named = override.source.named(override.path)
     target = plain_type(setting.type)
     if OFF.get(setting.path) == str(value):
         value = None
@@ -238,8 +247,6 @@ def _checked(override: Override) -> Override:
             value = _as_list(value)
         elif value[:1] == value[-1:] == '"' and target is not bool:
             value = _toml(value)
-        elif value == "" and setting.default is None:
-            value = None
         elif float in (target, *map(plain_type, get_args(target))):  # .5, 1. and +0.5, too
             if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?", value, re.IGNORECASE):
                 value = str(float(value))
@@ -248,6 +255,8 @@ def _checked(override: Override) -> Override:
         value = _pairs(override, value)
     elif target is str and type(value) in (int, float, datetime.time):
         value = str(value)  # warmup = 3 in a file means "3"; time = 12:00:00 is one for TOML
+    if value == "" and setting.default is None:
+        value = None
     try:
         if isinstance(value, list) and any(str(part)[:2] in ('["', "['") for part in value):
             raise msgspec.ValidationError('expected `A,B`, or `["A", "B"]` as in a TOML file')
@@ -256,22 +265,17 @@ def _checked(override: Override) -> Override:
         _check_magnitude(value)
         if setting.kind is not None and value not in setting.choices:
             raise msgspec.ValidationError("unknown name")
+        if value == "":
+            raise UsageError(f"{named} is empty", hint="give a value, or leave it out")
         if problem := problem_of(setting.path, value):
-            raise UsageError(f"{_named(override.source, override.path)}: {problem}")
+            raise UsageError(f"{named}: {problem}")
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
-        named = _named(override.source, override.path)
         hint = _fraction_hint(str(value), problem)
         if setting.path == "train.epochs":
             hint = "--steps N ends a run within an epoch"
         raise UsageError(f"{named}: {override.value!r}: {problem}", hint=hint) from None
-
-
-def _named(source: Source, path: str) -> str:
-    """Return a source, with the setting's key unless the source is named after it."""
-    is_named = source.kind >= Kind.ENVIRONMENT and source != ASSIGNMENT
-    return str(source) if is_named else f"{source}: {path}"
 
 
 def _fraction_hint(value: str, problem: str) -> str | None:
@@ -355,8 +359,13 @@ def setting_path(key: str) -> str | None:
 
 
 def nearest_key(path: str) -> str:
-    """Return a hint that names the setting closest to a mistyped one, first of the same table."""
+    """Return a hint that names the setting closest to a mistyped one, first of the same table.
+
+    The exact name of a setting in another table is better than a similar name.
+    """
+    path = re.sub(rf"^({'|'.join(TABLES)})_", r"\1.", path)  # SSDCTL_TRAIN_BACKBONE
     section, _, name = path.rpartition(".")
+    section = (difflib.get_close_matches(section, TABLES, n=1, cutoff=0.65) or [section])[0]
     own: dict[str, str] = {}  # the path of each name and option of the table
     others: dict[str, str] = {}
     for setting in all_settings().values():
@@ -364,8 +373,8 @@ def nearest_key(path: str) -> str:
         for word in (setting.name, *setting.flags, *setting.aliases):
             paths.setdefault(_plain(word), setting.path)
         paths.setdefault(setting.section, setting.section)
-    # A similar name in another table is another setting, unless the table itself is mistyped.
-    for paths, cutoff in ((own, 0.65), (others, 0.85 if own else 0.65)):
+    # A similar name in another table is another setting, unless there is no such table.
+    for paths, cutoff in ((own, 1), (others, 1), (own, 0.65), (others, 0.85 if own else 0.65)):
         if near := difflib.get_close_matches(_plain(name), paths, n=1, cutoff=cutoff):
             return f"did you mean {paths[near[0]]!r}?"
     return "`ssdctl config schema` lists all keys"  # unlike `show`, it reads no settings

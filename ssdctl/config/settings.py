@@ -64,8 +64,15 @@ class Source(NamedTuple):
     def __str__(self) -> str:
         return self.label
 
+    def named(self, path: str) -> str:
+        """Return the source for a message, with the setting's key if the label has no name."""
+        if self == ASSIGNMENT:
+            return f"--set {path}"
+        return self.label if self.kind >= Kind.ENVIRONMENT else f"{self}: {path}"
+
 
 DEFAULT = Source(Kind.DEFAULT, "default")
+ASSIGNMENT = Source(Kind.CALL, "--set")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         for path in paths:
             if (source := self.sources[path]).kind is Kind.CALL:
-                raise UsageError(f"{source} {reason}", hint=hint)
+                raise UsageError(f"{source.named(path)} {reason}", hint=hint)
 
     def explicit_settings(self) -> set[str]:
         """Return the settings that options or environment variables set, not those of files."""
@@ -268,14 +275,12 @@ class Setting(NamedTuple):
         return [name for name in dict.fromkeys(names) if name != self.name]
 
     def as_option(self, value: Any) -> str:
-        """Return the option that sets a value on the command line; `(no --flag)` for None."""
+        """Return the option that sets a value, not None, on the command line."""
         if self.is_flag:
             return self.flags[0] if value else self.flags[1]
         if self.choice_flags:
             flag = f"--{value}"
             return flag if flag in self.flags else f"--set {self.path}={value}"
-        if value is None:
-            return f"(no {self.flags[0]})"
         if isinstance(value, (list, tuple)) and not value:
             return f"--set {self.path}=[]"
         text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -191,7 +191,8 @@ def load_detector(checkpoint: Named, config: Config) -> tuple[ImageDetector, str
     classes, backend = class_names(read), open_detector(read, opened, rules)
     tiling = choose_tiling(read, config)
     if tiling is not None and config.data.tile is None:
-        log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
+        how = "as it was trained" if tiling == read.tiling else f"overlap {tiling.overlap:g}"
+        log.info("detecting in tiles of %d pixels, %s (--tile 0: off)", tiling.size, how)
     detector = ImageDetector(backend, classes, settings, tiling, thresholds)
     return detector, f"ssd300-{read.architecture.backbone}"
 

@@ -84,7 +84,7 @@ def weights_named(name: str) -> Weights:
         raise error
     if FILE_NAME.search(name):
         raise UsageError(
-            f"--backbone-weights {name}: no such file",
+            f"{name}: no such file of backbone weights",
             hint="`ssdctl fetch-weights --list` shows weights by name",
         )
     own = next((f"{b}-" for b in plugins.names(BACKBONES) if stem.startswith(f"{b}-")), "")

@@ -14,7 +14,7 @@ from ssdctl.checkpoint.file import load_resumable, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.render import snapshot
-from ssdctl.config.settings import Kind, all_settings
+from ssdctl.config.settings import Kind, Setting, Source, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.data.store_folder import real_path
 from ssdctl.distributed import Ranks, collectives
@@ -152,7 +152,10 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
     if is_other_data := checkpoint.images != plan.images:
         texts.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
-    texts += [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
+    sources = plan.config.sources
+    for path, before in changed.items():
+        source = f" ({sources[path]})" * plan.config.is_chosen(path)
+        texts.append(f"{path} was {before!r}, is {now[path]!r}{source}")
     if not texts:
         return
     is_other_network = not NETWORK.isdisjoint(changed)
@@ -161,7 +164,7 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     if plan.config.train.resume_changed and not (is_other_network or needs_folder):
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
-    by_rule = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
+    by_rule = {p for p, source in sources.items() if source.kind is Kind.RULE}
     # With another batch, the rule chooses other values.
     named = {path for path in changed if not (is_other_batch and path in by_rule)}
     for group in ({f"train.{name}" for name in names} for names in (OPTIMIZER, DECAY)):
@@ -171,7 +174,11 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     has_no_source = now["train.init"] is None and plan.config.train.resume == "auto"
     if has_no_source and _located(saved.get("train.init")):  # with --init, other rules apply
         named = {path for path in named if plan.config.is_chosen(path)} | {"train.init"}
-    options = [s.as_option(saved.get(p)) for p, s in all_settings().items() if p in named]
+    options = [
+        _option(setting, saved.get(path), sources[path])
+        for path, setting in all_settings().items()
+        if path in named
+    ]
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")
@@ -190,6 +197,14 @@ def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
         f"{checkpoint.path} was trained with other settings: {'; '.join(texts)}",
         hint="; ".join([*hints, "another --out starts a new run"]),
     )
+
+
+def _option(setting: Setting, value: object, source: Source) -> str:
+    """Return the option that sets a value instead of the one of this call."""
+    if value is not None:
+        return setting.as_option(value)
+    is_typed = source.kind is Kind.CALL
+    return f"(no {source.named(setting.path)})" if is_typed else f"--set {setting.path}="
 
 
 def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:

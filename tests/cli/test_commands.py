@@ -56,6 +56,7 @@ MISTAKES = [
     ("train --profile 9012", 2, "--profile 50,53"),
     ("train --dry-run -e 64.5", 2, "--steps N"),
     ("train --dry-run --set train.warmup=50", 2, "--warmup 50st"),
+    ("train --dry-run --set evaluate.split=train", 2, "--set evaluate.split does nothing"),
     ("train --dry-run --warmup 60", 2, "--warmup 60ep"),
     ("launch --dry-run", 2, "--cpus"),
     ("launch --cpus 2 --set train.device=hpu --dry-run", 2, "--device hpu"),

@@ -81,6 +81,7 @@ def checked(manifest: Any) -> Any:
         assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     pod = CRD["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     for template in templates(manifest):
+        assert template["spec"]["enableServiceLinks"] is False
         validate(template, pod["properties"]["template"])
     return given
 

@@ -395,8 +395,11 @@ def test_annotations_of_other_types_name_the_plugin(folder: Path, right: str, wr
 @pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_an_attribute_of_another_type_names_the_plugin(folder: Path, kind: str) -> None:
     for name in ATTRIBUTES[kind].split():
-        for value in ("None", "5", "'text'", "()", "(1, 2)", "object"):
+        # The size and the hash of the file are swapped.
+        swapped = "{'a': PinnedFile('a.pth', 'https://x.org/a.pth', 5, '0')}"
+        for value in ("None", swapped, "'text'", "()", "(1, 2)", "object"):
             if name == "Nice.name" and value == "'text'":
                 continue
-            source = f"{FILES[f'my_plugins/{kind}.py']}\n{name} = {value}\n"
+            source = f"from ssdctl.download.pinned_files import PinnedFile\n{name} = {value}\n"
+            source = f"{FILES[f'my_plugins/{kind}.py']}\n{source}"
             check(folder, kind, name, source, must_fail=True)

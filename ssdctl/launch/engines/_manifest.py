@@ -174,7 +174,8 @@ class ManifestBuilder:
         config = self.settings
         mounts, volumes = read_volumes(config.volumes)
         container = self._container(name, command, has_devices=has_devices)
-        spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
+        # The variables of a service called ssdctl-X would be settings: SSDCTL_X_PORT.
+        spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S, "enableServiceLinks": False}
         if has_devices and self.request.count > 1 and not config.host_ipc:
             # The default of container runtimes, 64 MB, is too small for the ranks' collectives.
             volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})

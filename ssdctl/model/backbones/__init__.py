@@ -97,6 +97,11 @@ def _check(file: Any, plugin: Plugin) -> None:
     plugin.require(are_counts, "PARAMETERS, two numbers")
     are_norms = isinstance(norms, tuple) and norms and {*norms} <= {"none", "batch"}
     plugin.require(are_norms, "EXTRA_NORMS, a tuple of none or batch")
-    are_files = isinstance(weights, dict) and {*map(type, weights.values())} <= {PinnedFile}
-    plugin.require(are_files, "WEIGHTS, a dictionary of PinnedFile")
+    are_files = isinstance(weights, dict) and all(
+        isinstance(file, PinnedFile)
+        and all(isinstance(text, str) for text in (file.name, file.url, file.sha256))
+        and isinstance(file.bytes, int | None)
+        for file in weights.values()
+    )
+    plugin.require(are_files, "WEIGHTS, a dictionary of PinnedFile(name, url, sha256, bytes)")
     plugin.require(callable(getattr(file, "build", None)), "a function build")

@@ -51,6 +51,7 @@ def test_scripts_are_not_stale(name: str, shell: str) -> None:
         ),
         ("ssdctl train --batch-splits 3 --warm", {"--warmup"}),  # a refused flag
         ("ssdctl train 'unclosed --warm", {"--warmup"}),
+        ("ssdctl train --augment ssd,", set()),  # nothing that it lacks
         ("ssdctl predict ssd", {"ssd300-vgg16-coco"}),
         ("ssdctl train --data ", set()),  # the shell offers files
     ],

@@ -160,15 +160,18 @@ def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
         ["--backbone", "resnet34", "--resume-changed", "--bs", "3", "--fp32"],
         ["--lr", "0.1", "--decay-bias", "--bs", "1", "--seed", "5", "--tile", "0"],
         ["--limit-train", "5"],
+        ["--config", "limit.toml"],
         ["--fake-data"],
     ],
 )
 def test_options_of_the_hint_continue_the_run(run: Path, train: Train, changed: list[str]) -> None:
+    Path("limit.toml").write_text("[train]\nlimit_train = 5\n")
     words = train("--steps", 3, *changed, code=2)
     for name, difference in (
         ("--lr", "train.lr was 0.0025, is 0.1"),
         ("--seed", "train.seed was 0, is 5"),
         ("--fake-data", "train.fake_data was False, is True"),
+        ("--config", "train.limit_train was None, is 5 (limit.toml:2)"),
     ):
         assert (difference in words) == (name in changed)
     options = words.partition("continue it with ")[2].partition(";")[0]

@@ -123,7 +123,8 @@ def test_the_runs_of_folds_are_listed_together_and_changed_data_is_named(
     both = [cli(*fold, *runs, "--data", data).expect(0) for data in (shapes, moved)]
     first, second = (json.loads(result.out)["AP"] for result in both)
     assert first == second
-    scored = cli("evaluate", *runs, "--limit", 1, "--data", f"{shapes}/../{shapes.name}")
+    same = ("--data", f"{shapes}/../{shapes.name}", "--config", runs[0] / "config.toml")
+    scored = cli("evaluate", *runs, "--limit", 1, *same)
     assert (scored.code, "divided in another way" in scored.err) == (0, False), scored.err
     with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
         event = {"kind": "event", "event": "x", "image_ids": "", "step": 0, "epoch": 0.0}
