@@ -4,7 +4,6 @@ import ast
 import inspect
 import itertools
 import json
-import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +18,6 @@ import ssdctl
 from ssdctl.config.call import hints_in_messages, keywords_of
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import DataError, UsageError
-
-
-def test_public_names_are_plain_functions_with_help() -> None:
-    for name in ("train", "evaluate", "export", "prepare", "load", "configure", "report"):
-        assert inspect.isfunction(getattr(ssdctl, name)), name
-    parameters = inspect.signature(ssdctl.train).parameters
-    assert next(iter(parameters)) == "data"
-    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    listed = pydoc.render_doc(ssdctl, renderer=pydoc.plaintext)
-    functions = listed[listed.index("\nFUNCTIONS") :]
-    for name in ssdctl.__all__:
-        if inspect.isfunction(getattr(ssdctl, name)):
-            assert f"\n    {name}(" in functions, name
-    assert "run folder" in pydoc.render_doc(ssdctl.train, renderer=pydoc.plaintext)
 
 
 def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:

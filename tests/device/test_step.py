@@ -1,7 +1,6 @@
 """How a step runs on a device: without waiting for it, compiled as one, in fp16 with a scale."""
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssdctl.device import open_device
 from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
-from ssdctl.distributed import Ranks
 from ssdctl.input.open import copy_ahead
-from ssdctl.model.distributed_norm import DistributedBatchNorm2d
 from ssdctl.training.optimizer import INITIAL_SCALE, LossScale
-from ssdctl.training.setup import with_sync_bn
 from ssdctl.training.step import NonFiniteGuard
 
 CPU = open_device("cpu")
@@ -220,27 +216,6 @@ def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
     execution, notices = resolve_execution("compile", (6, 1))
     assert execution == "eager"
     assert "Triton needs compute capability 7, the GPU has 6.1" in notices[0]
-
-
-@pytest.mark.parametrize(
-    ("has_sync_bn", "execution", "expected"),
-    [
-        (True, "eager", torch.nn.SyncBatchNorm),
-        (True, "compile", DistributedBatchNorm2d),  # PyTorch cannot compile its own
-        (False, "eager", DistributedBatchNorm2d),
-    ],
-)
-def test_batch_norm_over_ranks_suits_the_device(
-    has_sync_bn: bool, execution: str, expected: type[torch.nn.Module]
-) -> None:
-    device = Cpu()
-    device.has_sync_bn, device.execution = has_sync_bn, execution
-    model: Any = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
-    assert type(with_sync_bn(model, device, Ranks(0, 1, 0))[0]) is torch.nn.BatchNorm2d
-    state = copy.deepcopy(model.state_dict())
-    converted: Any = with_sync_bn(model, device, Ranks(0, 2, 0))
-    assert type(converted[0]) is expected
-    assert list(converted.state_dict()) == list(state)
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches
