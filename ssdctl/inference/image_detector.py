@@ -9,7 +9,6 @@ detections are merged into a `Result` in pixels of the image.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -213,17 +212,5 @@ def unshared(image: OneImage) -> OneImage:
         return image.clone()
     if isinstance(image, bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, Image.Image):
-        return _opened_again(image) or open_image(image)
-    return open_image(image) if hasattr(image, "read") else image
-
-
-def _opened_again(image: Image.Image) -> Image.Image | None:
-    """Return a copy that a thread decodes; None if PIL has not opened the image by its path."""
-    tile, path = getattr(image, "tile", ()), getattr(image, "filename", "")  # no tile: decoded
-    if tile and path and not getattr(image, "is_animated", False):
-        with contextlib.suppress(OSError):  # the file was deleted
-            again = Image.open(path)
-            if getattr(again, "tile", ()) == tile:  # else `draft` has changed it
-                return again
-    return None
+    is_lazy = isinstance(image, Image.Image) or hasattr(image, "read")
+    return open_image(image) if is_lazy else image
