@@ -106,13 +106,18 @@ def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> 
     console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
     console.info(echoed(arguments), "dim")
     try:
-        line = [*arguments, *_common_options(call)]
+        used = [text for text in call.assignments if _is_used(arguments[0], text)]
+        line = [*arguments, *_common_options(call._replace(assignments=used))]
         click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
     except SystemExit as end:
         if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             console.info(f"To continue the demo: {again}")
         raise
     commands.append(shlex.join(["ssdctl", *arguments]))
+
+
+def _is_used(command: str, assignment: str) -> bool:
+    return command != "train" or not assignment.startswith("evaluate.")
 
 
 def _common_options(call: Call) -> list[str]:

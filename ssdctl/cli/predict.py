@@ -228,7 +228,8 @@ def _predict(
     _close(call, records, " -> ".join(filter(None, [total, ", ".join(written)])), out)
     if interrupt is not None:
         if writer is not None and writer.names and str(interrupt) in ENDING:
-            hint = f"remove {out} or choose another --out, then run it again"
+            names = ", ".join(str(Path(out or "", name)) for name in writer.names)
+            hint = f"remove {names}, or choose another --out, then run it again"
             raise Stopped(f"stopped by {interrupt}", hint=hint)
         raise interrupt
     if failures:

@@ -39,6 +39,12 @@ class Xla(Device):
     memory_errors = ("resource_exhausted",)
 
     def __init__(self, local_rank: int) -> None:
+        for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+            if os.environ.get(variable, "0") != "0":
+                raise UsageError(
+                    f"{variable} makes everything bf16, also with --fp32",
+                    hint=f"unset {variable}; --bf16 computes in bf16, and sums in fp32",
+                )
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")
         self._metrics = importlib.import_module(f"{PACKAGE}.debug.metrics")

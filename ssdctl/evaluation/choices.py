@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import run_of
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, listed
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import ModelFile
@@ -105,8 +105,8 @@ def choose_fold(
         return fold
     if (train := splits.get("train")) is not None:
         trained = without_images(train, fold_rows(train, *fold))
-        now = trained.labels_digest(), trained.training_digest()
-        if now in [(r.get("labels"), r.get("image_ids")) for r in _events(checkpoint)]:
+        now = {"labels": trained.labels_digest(), **_images_now(settings, trained)}
+        if any(now.items() <= record.items() for record in _events(checkpoint)):
             return fold
     if is_required:
         raise UsageError(
@@ -189,9 +189,14 @@ def _was_divided_anew(
             train = without_images(split, rows)
         if np.isin(train.trainable, held).any():  # another fold, or none
             return True
-        if not (settings.get("train.limit_train") or settings.get("train.overfit")):
-            now["image_ids"] = train.training_digest()
+        now |= _images_now(settings, train)
     return any(record.get(key, value) != value for record in records for key, value in now.items())
+
+
+def _images_now(settings: Mapping[str, Any], train: Split) -> dict[str, object]:
+    """Return what a start of the run would record of its images; of a part of them nothing."""
+    is_part = settings.get("train.limit_train") or settings.get("train.overfit")
+    return {} if is_part else {"image_ids": train.training_digest()}
 
 
 def rows_to_score(
@@ -259,8 +264,8 @@ def dataset_category_ids(
     order = match_classes(known, classes)
     if order is not None and max(order, default=-1) >= 0:
         if absent := [c.name for c, n in zip(known, order, strict=True) if n < 0]:
-            text = "%s has no class %s: detections of it do not count"
-            log.warning(text, root, " or ".join(absent[:MAX_NAMED]))
+            text = "%s lacks classes, whose detections do not count: %s"
+            log.warning(text, root, listed(absent, MAX_NAMED))
         matched = iter(np.append(ids, -1)[order])
         return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
     difference = class_differences(known, classes)

@@ -33,6 +33,7 @@ from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
 from ssdctl.files import (
+    disk_errors,
     free_name,
     link_or_copy,
     make_dir,
@@ -70,7 +71,7 @@ class Writer:
     def check_folder(self) -> None:
         """Refuse to replace a dataset, whose boxes may have been corrected."""
         for path in (self.folder / name for name in self.names):
-            if path.is_file() or (path.is_dir() and any(path.iterdir())):
+            if path.exists():
                 raise UsageError(
                     f"{path}: exists already; a dataset there may have been corrected",
                     hint="choose another --out, or remove it",
@@ -141,6 +142,11 @@ class YoloWriter(Writer):
 
     def add(self, source: ImageSource, result: Result) -> None:
         plain = re.sub("[\ud800-\udfff]", "_", source.path.stem)  # bytes that are not UTF-8
+        if not self.entries:
+            labels = make_dir(self.folder) / "labels"
+            self.check_folder()  # again: another call may have begun
+            with disk_errors(labels, "writing"):
+                labels.mkdir()
         stem = free_name(nfc(plain), self._stems)
         found = _with_area(result)
         low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
@@ -154,22 +160,15 @@ class YoloWriter(Writer):
             suffix = ".jpg"
         image = self.folder / "images" / (stem + suffix)
         if isinstance(result.image, Path):
-            self._link(image, result.image)
+            make_dir(image.parent)
+            try:
+                image.symlink_to(result.image.absolute())
+            except OSError:  # a file system without links
+                link_or_copy(result.image, image)
         else:
             write_bytes(image, result.image.getvalue())
         write_text(self.folder / "labels" / f"{stem}.txt", "".join(lines))
-
-    def _link(self, image: Path, source: Path) -> None:
-        make_dir(image.parent)
-        try:
-            image.symlink_to(source.absolute())
-        except FileExistsError:
-            raise UsageError(
-                f"{image}: exists since another `predict` writes to {self.folder}",
-                hint="choose another --out",
-            ) from None
-        except OSError:  # a file system without links
-            link_or_copy(source, image)
+        self.entries.append(stem)
 
     def close(self) -> str:
         import yaml
@@ -178,7 +177,7 @@ class YoloWriter(Writer):
         content = {"train": "images", "names": names}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(self.folder / "data.yaml", text)
-        images = counted(len(self._stems), "image")
+        images = counted(len(self.entries), "image")
         return f"labels of {images} in {self.folder / 'labels'}, and data.yaml"
 
 

@@ -215,6 +215,8 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     root = folder.resolve()
     originals = {root / path.relative_to(folder) for path in images if not path.is_symlink()}
     results = {path.parent for path in files if path.name == RESULTS}
+    first = {path.parent: path for path in reversed(images)}  # a killed call leaves no results
+    results |= {folder for folder, path in first.items() if is_drawn(path)}
     own = [
         path
         for path in images

@@ -277,17 +277,19 @@ def exclusive_run(out: Path) -> Iterator[None]:
         _refuse_owner(out, *_owner(path))
         yield
         return
-    path = path.absolute()  # the program may change its folder
+    path, process = path.absolute(), os.getpid()  # the program may change its folder, and fork
     try:
         with contextlib.suppress(OSError):  # a full disk is reported by the first save
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
+            os.write(descriptor, f"{process} on {socket.gethostname()}".encode())
         yield
     finally:
+        is_owner = os.getpid() == process
         with contextlib.suppress(OSError):  # the file system may be gone: raise why the run ended
-            path.unlink()
+            if is_owner:
+                path.unlink()
         os.close(descriptor)
-        if is_new:
+        if is_new and is_owner:
             with contextlib.suppress(OSError):
                 path.parent.rmdir()  # empty if the run was refused
 

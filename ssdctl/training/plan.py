@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.config.fields import augmentation_names
-from ssdctl.config.settings import ASSIGNMENT, Kind, Source
+from ssdctl.config.settings import Kind, Source
 from ssdctl.errors import UsageError
 from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
@@ -46,7 +46,6 @@ MAX_BACKGROUND = 0.5
 LEAVE_IT_OUT = "leave it out"
 AUGMENTATION = ["train.augment", "train.hue_degrees"]
 EVALUATION = ["train.eval_every", "train.eval_at", "train.patience", "train.target_ap"]
-EVALUATED_WITH = [f"evaluate.{name}" for name in ("batch_size", "score_threshold", "nms_iou")]
 INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the steps before the decay or the end")
 CONTINUED = Source(Kind.FILE, "the run it continues")
@@ -206,10 +205,6 @@ class Plan:
     def idle_settings(self) -> Iterator[tuple[Sequence[str], str, str]]:
         """Yield settings that change nothing in this run, why, and what to do with the option."""
         config = self.config.train
-        # Of `--set`: a file or the config of Python is for `evaluate`, too.
-        given = [path for path, source in self.config.sources.items() if source == ASSIGNMENT]
-        idle = [p for p in given if p.startswith("evaluate.") and p not in EVALUATED_WITH]
-        yield idle, "does nothing in a training", "leave it out: `ssdctl evaluate RUN` takes it"
         if config.fake_data:
             reason = "does nothing with --fake-data, which reads and evaluates no image"
             yield [*AUGMENTATION, *EVALUATION, "train.fold"], reason, LEAVE_IT_OUT

@@ -130,6 +130,7 @@ def _require_same(config: Config, splits: Splits, ranks: Ranks) -> None:
     facts = {p: v for p, v in values(config).items() if all_settings()[p].is_compared or p in LOOP}
     for name, split in (("train", splits.train), ("val", splits.val)):
         facts[f"checksum of {name}"] = None if split is None else split.digest()
+    facts["train.out"] = str(config.train.out)
     facts["classes"] = [c.name for c in splits.train.classes]
     facts["train.init is chosen"] = config.train.init is not None
     facts["model.weights"] = "none" if config.model.weights_name is None else "a file or name"

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import sys
 import time
 import weakref
@@ -142,6 +143,9 @@ class Trainer:
         if isinstance(observers, Observer):
             raise UsageError("observers: a single Observer", hint="write observers=[observer]")
         observers = list(observers)
+        if wrong := [observer for observer in observers if not isinstance(observer, Observer)]:
+            raise UsageError(f"observers: {wrong[0]!r} is not an ssdctl.Observer")
+        self._process: int | None = None  # that has opened it
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
         self._thresholds: Sequence[float | None] = ()  # of the last evaluation
@@ -173,6 +177,7 @@ class Trainer:
         self._require("new")
         if Path.cwd() != self._folder_of_call:
             self.config = with_paths_from(self._folder_of_call, self.config)
+        self._process = os.getpid()
         with contextlib.ExitStack() as resources, signals.handled():
             self._open(resources)
             self._resources = resources.pop_all()
@@ -468,6 +473,8 @@ class Trainer:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._process not in (None, os.getpid()):  # the end of a process that was forked since
+            return
         self._leave_loop()
         self._state = "closed"
         self._resources.pop_all().__exit__(*error)

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_network import batch, build_training
 
 from ssdctl.device import Device, open_device
 from ssdctl.distributed import SINGLE_PROCESS
+from ssdctl.errors import NonFiniteError, UsageError
+from ssdctl.model.postprocess import refuse_non_finite
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
@@ -49,6 +52,23 @@ def test_fp32_is_fp32(xla: Device) -> None:
             assert backends.get_mat_mul_precision() == products
         assert backends.get_mat_mul_precision() == "default"
     assert "XLA_NO_SPECIAL_SCALARS" not in os.environ  # read, and restored
+
+
+def test_outputs_of_any_number_of_classes_are_checked(xla: Device) -> None:
+    outputs = [torch.ones(1, count, 9, device=xla.torch_device) for count in (4, 6)]
+    refuse_non_finite((outputs[0], outputs[1]))
+    outputs[1][0, 5, 8] = float("nan")
+    with pytest.raises(NonFiniteError):
+        refuse_non_finite((outputs[0], outputs[1]))
+
+
+@pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_variables_that_lower_fp32_are_refused(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(UsageError, match=variable):
+        open_device("xla")
 
 
 def test_a_rank_takes_one_chip_of_its_node() -> None:

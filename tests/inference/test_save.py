@@ -106,7 +106,7 @@ def test_yolo(results: Results) -> None:
         WRITERS["yolo"](folder, {1: CLASSES[0]})
     first, second = (WRITERS["yolo"](Path("both"), {1: CLASSES[0], 3: CLASSES[2]}) for _ in "ab")
     first.add(*results[0])
-    with pytest.raises(UsageError, match="another `predict`"):  # at the same time
+    with pytest.raises(UsageError, match="both/labels"):  # at the same time
         second.add(*results[0])
     (folder.parent / "data.yaml").write_text("names: [a]")  # another dataset
     with pytest.raises(UsageError, match=r"data\.yaml"):

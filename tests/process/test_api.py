@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import signal
@@ -31,6 +32,28 @@ def test_the_package_is_light_and_its_names_are_listed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing"):
         ssdctl.nothing  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_the_end_of_a_forked_process_keeps_the_run(
+    shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ssdctl.Trainer(shapes, out="run", steps=2, **TINY) as trainer:
+        next(iter(trainer))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            trainer.close()
+        assert Path("run/.lock").exists()
+        next(iter(trainer))
+    assert not Path("run/.lock").exists()
+
+
+def test_wrong_observers_and_empty_texts_are_refused(shapes: Path) -> None:
+    with pytest.raises(UsageError, match="Observer"):
+        ssdctl.train(shapes, out="run", observers=[ssdctl.Observer], **TINY)  # type: ignore
+    for keywords in ({"data": ""}, {"data": shapes, "init": ""}, {"data": shapes, "out": ""}):
+        with pytest.raises(UsageError, match="is empty"):
+            ssdctl.train(**keywords, **TINY)
+    assert not Path("run").exists()
 
 
 def test_importing_all_names_changes_nothing_global() -> None:
