@@ -1,10 +1,8 @@
 """Faults 1 to 14 of a download, each against a real server on the loopback."""
 
-import errno
 import hashlib
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -305,21 +303,6 @@ def test_an_invalid_record_of_a_part(site: Site, missing: object, expected: int)
     partial_path(target).write_bytes(content + changed)
     partial = PartialFile(target, len(CONTENT), 4)
     assert partial.arrived_bytes == expected
-    partial.close()
-
-
-def test_a_record_follows_its_bytes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that dies between the two has recorded nothing that is absent."""
-    partial = PartialFile(site.folder / "a.bin", len(CONTENT), 4)
-    before = partial.path.read_bytes()
-
-    def dies(*_: Any) -> int:
-        raise OSError(errno.EIO, "died")
-
-    monkeypatch.setattr(os, "pwrite", dies)
-    with pytest.raises(DiskError, match=r"a\.bin\.ssdctl-part"):
-        append(partial, CONTENT[:1000])
-    assert partial.path.read_bytes() == before
     partial.close()
 
 

@@ -1,11 +1,7 @@
 """A step, where a bad one moves nothing, and parts of the loop: average, end, throughput, memory."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from observed import plan_of, start_of, step_of
 from tiny_network import batch, config
 
 from ssdctl.device import open_device
@@ -13,9 +9,7 @@ from ssdctl.distributed import Ranks
 from ssdctl.errors import IntegrityError, NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.folder import RunDir
 from ssdctl.training.evaluator import EarlyStopping
-from ssdctl.training.observers.folder import FolderWriter
 from ssdctl.training.optimizer import build_optimizer, clip_factor
 from ssdctl.training.state import EMA, RankStatistics
 from ssdctl.training.step import (
@@ -97,15 +91,6 @@ def test_guard_raises_only_after_many_consecutive_bad_steps() -> None:
         flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
     with pytest.raises(NonFiniteError, match="folder"):
         guard.should_roll_back([BadStep(1, [1])], "folder")
-
-
-def test_the_images_of_a_bad_step_before_a_rollback_are_kept(tmp_path: Path) -> None:
-    writer, folder = FolderWriter(plan_of(8, tmp_path), 0), RunDir(tmp_path)
-    writer.on_start(start_of(plan_of(8, tmp_path)))
-    for ids in ([1], [2], [1]):  # the last one is repeated after a crash
-        writer.on_step(step_of(4)._replace(skipped=[BadStep(4, ids)]))
-    listed = {p.name: json.loads(p.read_text())["image_ids"] for p in folder.nonfinite.iterdir()}
-    assert listed == {"step-00000004.json": [1], "step-00000004-2.json": [2]}
 
 
 def test_guard_bounds_rollbacks() -> None:

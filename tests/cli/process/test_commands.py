@@ -243,7 +243,6 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
         ("export CHECKPOINT --format safetensors --out out/x", "out/.x."),
         ("report RUN --out out/x", "out/.x."),
         ("predict CHECKPOINT a.png --out out", "out/.a.png."),
-        ("predict CHECKPOINT a.png --save yolo --out out", "out/labels/.a.txt."),
         ("dataset export DATA --to yolo --out out/x", "out/.x.partial/"),
     ],
 )

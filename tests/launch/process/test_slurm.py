@@ -205,16 +205,3 @@ def test_a_canceled_job_leaves_no_folder(tmp_path: Path) -> None:
     assert COMMENT.partition("=")[2] in asked("scontrol", "show", "job", job)
     asked("scancel", job)
     wait_for(lambda: not list(tmp_path.glob(".ssdctl-*")))
-
-
-@pytest.mark.usefixtures("slurm_daemons")
-def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
-    """Slurm calls it process 0 of all tasks; it would wait for the others for ever."""
-    code = "from ssdctl.distributed import find_ranks; print(*find_ranks())"
-    python = f"{sys.executable} -c {shlex.quote(code)}"
-    script = f"#!/bin/bash\n{python}\nsrun --label {python}\n"
-    argv = ["sbatch", "--wait", "-n", "2", "-o", "out"]
-    subprocess.run(argv, input=script, text=True, check=True, capture_output=True, timeout=60)
-    single, *ranks = (tmp_path / "out").read_text().splitlines()
-    assert single == "0 1 0"
-    assert sorted(ranks) == ["0: 0 2 0", "1: 1 2 1"]
