@@ -204,10 +204,10 @@ def override_of(path: str, value: Any, label: str) -> Override:
         raise UsageError(f"{label}: a network in memory, not a file", hint=hint)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if value == "":
-        raise UsageError(f"{label} is empty", hint="give a value, or leave it out")
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
         value = value.tolist()
+    if value == "":
+        raise UsageError(f"{label} is empty", hint="give a value, or leave it out")
     return Override(path, list(value) if isinstance(value, tuple) else value, of_call(label))
 
 

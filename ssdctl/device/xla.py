@@ -42,8 +42,8 @@ class Xla(Device):
         for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
             if os.environ.get(variable, "0") != "0":
                 raise UsageError(
-                    f"{variable} makes everything bf16, also with --fp32",
-                    hint=f"unset {variable}; --bf16 computes in bf16, and sums in fp32",
+                    f"{variable} makes everything bf16, also what is to be fp32",
+                    hint=f"unset {variable}; the precision bf16 keeps sums in fp32",
                 )
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")

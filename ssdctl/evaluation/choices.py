@@ -103,8 +103,8 @@ def choose_fold(
     fold = settings["train.fold"], settings.get("train.group")
     if _is_own(checkpoint, root):
         return fold
-    if (train := splits.get("train")) is not None:
-        trained = without_images(train, fold_rows(train, *fold))
+    with contextlib.suppress(SsdctlError, KeyError):  # no such split, or not divisible
+        trained = without_images(splits["train"], fold_rows(splits["train"], *fold))
         now = {"labels": trained.labels_digest(), **_images_now(settings, trained)}
         if any(now.items() <= record.items() for record in _events(checkpoint)):
             return fold
