@@ -129,7 +129,8 @@ def exported(
         path = min(root.glob(name))
         content = path.read_bytes()
         values = mutated_json([json.loads(content)]) if has_values else None
-        yield dataset_target(made, path, values or mutated_bytes([content], tokens))
+        inputs = mutated_bytes([content], tokens) if values is None else values
+        yield dataset_target(made, path, inputs)
 
     return target
 
