@@ -191,17 +191,6 @@ def test_figures_are_those_that_were_measured() -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results), number
 
 
-def test_names_of_the_code_are_the_codes() -> None:
-    """`docs/architecture.md` sends its readers to names that are there."""
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "ssdctl").rglob("*.py"))
-    names = [re.match(r"\w+", span) for span in spans(prose(ROOT / "docs/architecture.md"))]
-    found = {n[0] for n in names if n and not n.string.endswith(".py") and "NAME" not in n[0]}
-    looked_for = {name for name in found if "_" in name or name.isupper()} - {"RUN"}
-    assert len(looked_for) > 15
-    for name in looked_for:
-        assert re.search(rf"\b{name}\b", code), name
-
-
 def options(given: Any) -> Iterator[str]:
     """All options of a command and of those below it."""
     for parameter in given.params:
