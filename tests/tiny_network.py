@@ -56,11 +56,16 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
 
 
 def build_training(
-    device: Device, precision: str = "fp32", *, ranks: Ranks = SINGLE_PROCESS, **changes: Any
+    device: Device,
+    precision: str = "fp32",
+    *,
+    ranks: Ranks = SINGLE_PROCESS,
+    has_norm: bool = True,
+    **changes: Any,
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
-    model = device.place(Tiny()).train()
+    model = device.place(Tiny(has_norm=has_norm)).train()
     step = build_step(model, config(**changes), device, precision, ranks)
     return model, step.optimizer, step
 

@@ -381,7 +381,6 @@ def test_results_until_a_signal_are_kept(
         add(writer, *arguments)
 
     monkeypatch.setattr(YoloWriter, "add", stopped)
-    stop = predict(*image_files[:2], "--save", "yolo", "--out", "labels")
-    stop.expect(75, "remove labels")
+    predict(*image_files[:2], "--save", "yolo", "--out", "labels").expect(75, "remove labels")
     assert len([*Path("labels/images").iterdir()]) == 1
     assert Path("labels/data.yaml").is_file()
