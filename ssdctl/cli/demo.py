@@ -117,6 +117,7 @@ def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> 
 
 
 def _is_used(command: str, assignment: str) -> bool:
+    """Return whether a stage takes a `--set`; the one of `evaluate` takes those of its table."""
     return command != "train" or not assignment.startswith("evaluate.")
 
 

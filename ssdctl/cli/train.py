@@ -58,7 +58,7 @@ def train(
     Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
     second Ctrl-C exits immediately.
     """
-    # A file or variable is for `evaluate`, too.
+    # Files and variables may set them for `evaluate`.
     idle = [p for p in call.config.sources if p.startswith("evaluate.") and p not in EVALUATED_WITH]
     hint = "leave it out: `ssdctl evaluate RUN` takes it"
     call.config.require_not_given(idle, "does nothing in a training", hint)

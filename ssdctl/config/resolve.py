@@ -119,7 +119,7 @@ def resolve(
     }
     config = Config(**tables, sources=sources)
     for paths, problem in conflicts(config):
-        # The last one that the user chose, which the message names first.
+        # Name the setting with the highest precedence first, then where others were set.
         first, *others = sorted(paths, key=lambda path: -sources[path].kind)
         if used is None or sources[first].kind is Kind.CALL or not used.isdisjoint(paths):
             given = [p for p in others if Kind.FILE <= sources[p].kind < Kind.CALL]
@@ -140,7 +140,7 @@ def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
 def read_toml(path: Path) -> list[Override]:
     """Return the values of a config file, each with its line.
 
-    The source of a default that nobody chose, in the config file of a run, is DEFAULT.
+    A default that the config file of a run records has the source DEFAULT.
     """
     text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
     lines, names, overrides = _lines_of_keys(text), dict[str, tuple[str, Any]](), []

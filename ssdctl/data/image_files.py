@@ -40,7 +40,7 @@ class FingerprintColumns(NamedTuple):
     sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
 
     def of_contents(self) -> NDArray[np.int64]:
-        """Return size and checksum of each file, (N,); copies have the same."""
+        """Return size and checksum of each file as one number, (N,); copies have the same."""
         return (self.bytes << 32) + self.sketch
 
 

@@ -226,7 +226,7 @@ def read_images(folder: Path, split: str, at_most: int | None = None) -> Indexed
 
 
 def image_contents(index: Path) -> NDArray[np.uint64]:
-    """Return a number of 48 bits for the content of each image file, (N,), spread evenly."""
+    """Return a hash of 48 bits of each image file's size and checksum, (N,)."""
     of_contents = fingerprints_of(read_table(index, FINGERPRINT_COLUMNS)).of_contents()
     return of_contents.astype(np.uint64) * SPREAD >> np.uint64(16)
 

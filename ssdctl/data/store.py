@@ -44,7 +44,7 @@ from ssdctl.files import (
 )
 from ssdctl.runtime.system import allow_open_files
 
-MAX_SAMPLE = 128  # images; one of them is found if 5 percent of all are (99.9 percent certain)
+MAX_SAMPLE = 128  # images; a split with 5% of the training images has one of them (99.9% certain)
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
 
 
@@ -90,9 +90,9 @@ class Split(NamedTuple):
         return np.unique(self.trainable[self.trainable < self.num_images])
 
     def training_sample(self) -> list[str]:
-        """Return the contents of at most 128 images to train on: those of the smallest numbers.
+        """Return hashes of up to 128 training images, which show if another split has some of them.
 
-        A split with any of them has images that were trained on. Fake data has none.
+        The smallest hashes, so equal splits have equal samples; empty for fake data.
         """
         if self.index_file == Path():
             return []

@@ -92,7 +92,8 @@ def choose_fold(
 ) -> Fold | None:
     """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
 
-    A split or another dataset that the user names takes precedence; one that was moved is the same.
+    A split or another dataset that the user names takes precedence. A dataset that was moved is
+    recognized by its labels and images.
 
     Raises:
         UsageError: A fold `is_required`, and the dataset is another one.
@@ -194,7 +195,7 @@ def _was_divided_anew(
 
 
 def _images_now(settings: Mapping[str, Any], train: Split) -> dict[str, object]:
-    """Return what a start of the run would record of its images; of a part of them nothing."""
+    """Return the fingerprint that a start records; empty if it trains on some of the images."""
     is_part = settings.get("train.limit_train") or settings.get("train.overfit")
     return {} if is_part else {"image_ids": train.training_digest()}
 

@@ -41,7 +41,7 @@ from ssdctl.files import (
     write_bytes,
     write_text,
 )
-from ssdctl.inference.sources import ImageSource
+from ssdctl.inference.sources import RESULTS, ImageSource
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import counted
 
@@ -89,14 +89,14 @@ class JsonWriter(Writer):
     """The list that `ssdctl predict --json` prints."""
 
     def check_folder(self) -> None:
-        require_own_file(self.folder / "detections.json", "--out", RECORDS)
+        require_own_file(self.folder / RESULTS, "--out", RECORDS)
 
     def add(self, source: ImageSource, result: Result) -> None:
         self.entries.append(image_record(source.name, result))
 
     def close(self) -> str:
-        _write_json(self.folder / "detections.json", self.entries)
-        return f"boxes in {self.folder / 'detections.json'}"
+        _write_json(self.folder / RESULTS, self.entries)
+        return f"boxes in {self.folder / RESULTS}"
 
 
 class CocoWriter(Writer):

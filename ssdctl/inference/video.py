@@ -79,7 +79,7 @@ class Video:
             yield Frame(number, time_s, self._pixels(frame))
 
     def _decoded(self) -> Iterator[tuple[float, Any]]:
-        """Yield all frames with their times, which go on where those of the file go back."""
+        """Yield all frames with their times, which continue if the time stamps go back."""
         count, starts, start_s = 0, 0, 0.0
         step_s = 1 / self.rate  # between the last two frames
         time_s = -step_s

@@ -251,8 +251,8 @@ def merge_views(
     Args:
         found: The detections in each view, in fractions of its window.
         nms_iou: Drop a box that overlaps a better one of its class by more.
-        thresholds: The score of each class that counts, as scores must exceed it; empty: all do.
-            Other boxes replace none: a cut box may be the only one that counts.
+        thresholds: Before merging, drop boxes that do not exceed the score of their class; empty
+            keeps all.
     """
     is_clipped = len(found) > 1  # an object that exceeds its tile is on another one, too
     columns = [_in_pixels(detections, window, is_clipped) for window, detections in found]

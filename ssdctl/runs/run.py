@@ -313,7 +313,7 @@ class Run:
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the settings in which runs differ: key -> each run's value, None if it has none.
 
-    If they were trained or scored on other labels, these are named by their fingerprints.
+    Fingerprints of the labels are included if they differ.
     """
     trained = [run.settings | _labels(run) for run in runs if run.is_trained]
     keys = sorted({key for settings in trained for key in settings})

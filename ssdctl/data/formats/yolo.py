@@ -498,7 +498,10 @@ def _without_image(
 ) -> list[PurePosixPath]:
     """Return the label files without an image, for example because of its format.
 
-    Those of images that data.yaml leaves out are not, and noted: `finder` lacks these images.
+    If data.yaml leaves the image out, the label file is noted instead.
+
+    Args:
+        finder: The images that data.yaml does not leave out.
     """
     folders = {text.parent for text in used}
     image_folders = {file.rpartition("/")[0] for file in finder.files}
