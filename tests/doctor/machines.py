@@ -29,12 +29,14 @@ def expect(check: dict[str, str], state: str, *parts: str) -> None:
 
 
 class Machine:
-    """A machine of folders: /sys, /proc, a PATH, and the output of torch's probe."""
+    """A machine of folders: /sys, /proc, a PATH, free bytes, and the output of torch's probe."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sys, self.proc = folder / "sys", folder / "proc"
         self.bin, self.modules = folder / "bin", folder / "modules"
         self.packages, self._patch = folder / "packages", monkeypatch
+        self.free_bytes = 64_000_000_000
+        monkeypatch.setattr("ssdctl.doctor.data.free_bytes", lambda _: self.free_bytes)
         for path in (self.sys, self.proc, self.bin, self.modules):
             path.mkdir(parents=True)
         self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")

@@ -46,6 +46,8 @@ def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> N
     machine.put(dataset / "dataset.toml", "[train]\nimages = 3")
     expect(states(code=2)["dataset"], "fail", "dataset.toml")
     expect(machine.doctor("--data", "absent", "--store", "/dev/shm/s")["disk"], "ok", "absent")
+    machine.free_bytes //= 2
+    expect(machine.doctor("--data", "absent")["disk"], "warn", "32 GB free", "42 GB")
 
 
 def test_read_only_folder(machine: Machine, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
