@@ -62,11 +62,12 @@ class Console(logging.Handler):
         A command that runs inside another one replaces the outer one's console.
         """
         logger = logging.getLogger("ssdctl")
-        level, outer = logger.level, list(logger.handlers)
+        level, outer, propagate = logger.level, list(logger.handlers), logger.propagate
         others = [handler for handler in outer if not isinstance(handler, Console)]
         self.is_nested = len(others) < len(outer)
         logger.handlers = [*others, self]
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # torch_xla gives the root logger a handler
         self._stdout = sys.stdout if self.as_json else None  # not for what a plugin prints
         aside = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
@@ -76,6 +77,7 @@ class Console(logging.Handler):
             self._stdout = None
             logger.handlers = outer
             logger.setLevel(level)
+            logger.propagate = propagate
 
     @property
     def stdout(self) -> IO[str]:

@@ -120,14 +120,18 @@ class AliasCommand(HelpCommand):
         """Return what to write for an option of another command, or a key of a job's table."""
         if not flag.startswith("--") or flag in SHARED:
             return None
-        for name in ("train", "launch", "prepare"):  # launch has all options of train
+        names = ("train", "launch", "prepare")  # launch has all options of train
+        for name in names:
             command: Any = click_root(name).commands[name]
             template = command.templates.get(flag)
             if command is self or template is None:
                 continue
             if template.partition("=")[0] in self.templates:
                 return None
-            return _row_of(name, flag + " {}" * template.endswith("="))
+            option = flag + " {}" * template.endswith("=")
+            if self.name not in names:  # such as of a script that trained and evaluated
+                return Row("V" * template.endswith("="), "", "", f"ssdctl {name} has it")
+            return _row_of(name, option)
         keys = [setting.path for table in JOB_TABLES for setting in select(f"{table}.*")]
         key = next((key for key in keys if f"--{_dashed(key.partition('.')[2])}" == flag), None)
         return None if key is None else _row_of("launch", f"--set {key}={{}}")

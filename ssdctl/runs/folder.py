@@ -297,7 +297,8 @@ def exclusive_run(out: Path) -> Iterator[None]:
 def _refuse_owner(out: Path, process: str, host: str) -> None:
     if (process, host) == (str(os.getpid()), socket.gethostname()):
         raise UsageError(
-            f"{out}: this process already has a Trainer of this run", hint="close() it first"
+            f"{out}: this process already has a Trainer of this run",
+            hint="close() it first; after an error in a loop without `with`, restart the kernel",
         )
     if host == socket.gethostname():
         raise UsageError(

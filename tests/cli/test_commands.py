@@ -47,7 +47,7 @@ MISTAKES = [
     ("export", 2, "--format FORMAT: onnx, "),
     ("train --hpus 8 --bs 4", 2, "--hpus: use ssdctl launch --hpus 8"),
     ("launch --cpus 2 -- evaluate --amp x.pt", 2, "--amp: use --bf16 ("),
-    ("report --lr .1", 2, "--lr: use ssdctl train --lr .1"),
+    ("report --lr .1", 2, "--lr: leave it out (ssdctl train has it)"),
     ("launch --gpus 2 --time 60", 2, "--time: use --set slurm.time=60"),
     ("train --device 1", 2, "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
     ("train --mode benchmark-training", 2, "--mode: use ssdctl benchmark train"),

@@ -48,7 +48,9 @@ def table(text: str) -> Any:
     return Group(table, text)
 
 
-def test_hostile_text_and_secrets_in_messages_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_text_and_secrets_in_messages_and_results(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     streams = replace_streams(monkeypatch)
     console = Console()
     console.info(HOSTILE + URL)
@@ -56,6 +58,7 @@ def test_hostile_text_and_secrets_in_messages_and_results(monkeypatch: pytest.Mo
     console.error(DataError(HOSTILE, hint=f"{HOSTILE} {URL}"))
     with console.show_log():
         logging.getLogger("ssdctl.x").warning("%s", HOSTILE)
+    assert not caplog.records  # the handlers of the root logger show no message again
     console.result(None, HOSTILE)
     console.result(None, lambda: table(HOSTILE))
     out, err = (stream.getvalue() for stream in streams)
