@@ -135,8 +135,9 @@ fail(KeyboardInterrupt())
 fail(MemoryError())
 fail(ssdctl.errors.DataError("own"))
 """
+CLOSED = "UsageError: OUT: this trainer is closed"
 # How the errors begin that are the program's own.
-OF_PROGRAM = ("Traceback", "KeyboardInterrupt", "ZeroDivisionError", "DataError: own")
+OF_PROGRAM = ("Traceback", "KeyboardInterrupt", "ZeroDivisionError", "DataError: own", CLOSED)
 SENT = [f"os.kill(os.getpid(), signal.SIG{name})" for name in ("TERM", "HUP", "INT")]
 HOOKS = "start step epoch evaluation_start detections evaluation checkpoint end"
 
