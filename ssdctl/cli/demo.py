@@ -117,8 +117,10 @@ def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> 
 
 
 def _is_used(command: str, assignment: str) -> bool:
-    """Return whether a stage takes a `--set`; the one of `evaluate` takes those of its table."""
-    return command != "train" or not assignment.startswith("evaluate.")
+    """Return whether a stage takes a `--set`, of which all stages of the demo get the same."""
+    from ssdctl.training.plan import is_of_detectors
+
+    return command != "train" or not is_of_detectors(assignment.partition("=")[0])
 
 
 def _common_options(call: Call) -> list[str]:

@@ -43,7 +43,12 @@ from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.training.observers.trackers import find_trackers
-from ssdctl.training.plan import check_settings, check_shares, make_plan
+from ssdctl.training.plan import (
+    check_settings,
+    check_shares,
+    make_plan,
+    refuse_settings_of_detectors,
+)
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
@@ -119,6 +124,7 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     has_two_cores = version is not None and TPU_VERSIONS[version].has_two_cores
     if has_two_cores and config.launch.nodes == 1 and batch_size != "auto":
         check_shares(batch_size, 2 * count, device_name)  # one process drives all chips
+    refuse_settings_of_detectors(config)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):

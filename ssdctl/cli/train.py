@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
 MAX_SIMILAR = 10  # runs whose speed may be known
 MEASURED_BATCH = 2  # images; a step of 8 takes four times as long on a CPU
-EVALUATED_WITH = [f"evaluate.{name}" for name in ("batch_size", "score_threshold", "nms_iou")]
 
 
 @command(
@@ -58,10 +57,9 @@ def train(
     Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
     second Ctrl-C exits immediately.
     """
-    # Files and variables may set them for `evaluate`.
-    idle = [p for p in call.config.sources if p.startswith("evaluate.") and p not in EVALUATED_WITH]
-    hint = "leave it out: `ssdctl evaluate RUN` takes it"
-    call.config.require_not_given(idle, "does nothing in a training", hint)
+    from ssdctl.training.plan import refuse_settings_of_detectors
+
+    refuse_settings_of_detectors(call.config)
     if dry_run:
         _show_plan(call)
         return

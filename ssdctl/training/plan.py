@@ -46,6 +46,7 @@ MAX_BACKGROUND = 0.5
 LEAVE_IT_OUT = "leave it out"
 AUGMENTATION = ["train.augment", "train.hue_degrees"]
 EVALUATION = ["train.eval_every", "train.eval_at", "train.patience", "train.target_ap"]
+EVALUATED_WITH = [f"evaluate.{name}" for name in ("batch_size", "score_threshold", "nms_iou")]
 INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the steps before the decay or the end")
 CONTINUED = Source(Kind.FILE, "the run it continues")
@@ -379,6 +380,18 @@ def _kept_schedule(now: Config, before: Config | None) -> dict[str, Any]:
     kept = {path: attrgetter(path)(before) for part in parts for path in part}
     is_same = all(value == attrgetter(path)(now) for path, value in kept.items())
     return {} if is_same else kept
+
+
+def is_of_detectors(path: str) -> bool:
+    """Return whether a setting is for trained detectors: a training does not read it."""
+    return path.startswith(("evaluate.", "predict.")) and path not in EVALUATED_WITH
+
+
+def refuse_settings_of_detectors(config: Config) -> None:
+    """Raise UsageError if the call has such settings, which files and variables may have."""
+    idle = [path for path in config.sources if is_of_detectors(path)]
+    hint = "leave it out: `ssdctl evaluate` and `ssdctl predict` take such settings"
+    config.require_not_given(idle, "does nothing in a training", hint)
 
 
 def _check(plan: Plan, dataset: DatasetSize) -> None:

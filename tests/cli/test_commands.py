@@ -57,6 +57,7 @@ MISTAKES = [
     ("train --dry-run -e 64.5", 2, "--steps N"),
     ("train --dry-run --set train.warmup=50", 2, "--warmup 50st"),
     ("train --dry-run --set evaluate.split=train", 2, "--set evaluate.split does nothing"),
+    ("launch --cpus 2 --dry-run --set predict.score=0.5", 2, "--set predict.score does nothing"),
     ("train --dry-run --warmup 60", 2, "--warmup 60ep"),
     ("launch --dry-run", 2, "--cpus"),
     ("launch --cpus 2 --set train.device=hpu --dry-run", 2, "--device hpu"),
