@@ -139,29 +139,35 @@ def warn_of_images(
 ) -> list[str]:
     """Log the warnings of a split, and whether the run may have trained on its images."""
     warnings = [*splits[name].warnings]
-    is_divided = held is not None or name == "val"
-    if is_divided and (warning := warning_of_division(checkpoint, root, splits[name], held)):
-        warnings.append(warning)
+    if held is not None or name != "train":  # else the user asks for training images
+        is_divided = name != "test"
+        warning = warning_of_images(checkpoint, root, splits[name], held, is_divided=is_divided)
+        warnings += [warning] if warning else []
     for warning in warnings:
         log.warning("%s", warning)
     return warnings
 
 
-def warning_of_division(
-    checkpoint: ModelFile, root: Path, split: Split, held: NDArray[np.int64] | None
+def warning_of_images(
+    checkpoint: ModelFile,
+    root: Path,
+    split: Split,
+    held: NDArray[np.int64] | None,
+    *,
+    is_divided: bool = True,
 ) -> str | None:
     """Return a warning if the run of a checkpoint may have trained on images that are scored.
 
     Args:
         split: The split that is scored.
-        held: The training images that are scored; None scores the validation split.
+        held: The training images that are scored; None scores the whole split.
+        is_divided: Whether `--split` or `--fold` may have chosen the images.
     """
     if not checkpoint.run_settings:
         return None
     records = _events(checkpoint)
-    if _is_own(checkpoint, root):
-        if not _was_divided_anew(checkpoint, split, held, records):
-            return None
+    is_own = is_divided and _is_own(checkpoint, root)
+    if is_own and _was_divided_anew(checkpoint, split, held, records):
         return (
             f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
             "have trained on images that are scored"

@@ -47,7 +47,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.distributed.collectives import main_first, open_on_all_ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, NetworkError
-from ssdctl.evaluation.choices import warning_of_division
+from ssdctl.evaluation.choices import warning_of_images
 from ssdctl.input.open import check_pipeline, fake_split
 from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
@@ -308,7 +308,7 @@ def warning_of_init(config: Config, splits: Splits, init: InitReader) -> str | N
     if splits.val is None or config.train.overfit is not None:
         return None
     root, _ = dataset_folders(config.data)
-    return warning_of_division(init(), root, splits.val, splits.val_rows)
+    return warning_of_images(init(), root, splits.val, splits.val_rows)
 
 
 def load_first_weights(

@@ -131,6 +131,11 @@ def test_training_does_not_replace_an_interrupted_prepare(dataset: Path, tmp_pat
 
 def test_a_dataset_that_is_divided_in_another_way_is_noticed(tmp_path: Path, cli: Cli) -> None:
     root = exports.roboflow_yolo(tmp_path / "parts")
+    cli("train", "--data", root, "--out", "zero", "--steps", 1, *TINY_RUN.split()).expect(0)
+    for old, new in (("train", "other"), ("val", "train"), ("other", "val")):
+        (root / old).rename(root / new)
+    cli("prepare", "--data", root, "--no-pack").expect(0)
+    cli("evaluate", "zero", "--device", "cpu").expect(0, f"was trained on images of {root}")
     shutil.rmtree(root / "val")
     prepare = ("prepare", "--data", root, "--no-pack")
     train = ("train", "--data", root, "--steps", 1, *TINY_RUN.split())
