@@ -40,7 +40,7 @@ class Xla(Device):
 
     def __init__(self, local_rank: int) -> None:
         for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
-            if os.environ.get(variable, "0") != "0":
+            if os.environ.get(variable, "").strip("0") not in ("", "false"):
                 raise UsageError(
                     f"{variable} makes everything bf16, also what is to be fp32",
                     hint=f"unset {variable}; the precision bf16 keeps sums in fp32",

@@ -104,11 +104,18 @@ def choose_fold(
     fold = settings["train.fold"], settings.get("train.group")
     if _is_own(checkpoint, root):
         return fold
+    records = _events(checkpoint)
     with contextlib.suppress(SsdctlError, KeyError):  # no such split, or not divisible
         trained = without_images(splits["train"], fold_rows(splits["train"], *fold))
         now = {"labels": trained.labels_digest(), **_images_now(settings, trained)}
-        if any(now.items() <= record.items() for record in _events(checkpoint)):
+        if any(now.items() <= record.items() for record in records):
             return fold
+    if is_required and not records:
+        raise UsageError(
+            f"{checkpoint.path}: only its run folder shows whether {root} is the dataset of its "
+            "fold, and it is in none",
+            hint="name the run, or score one file on --split",
+        )
     if is_required:
         raise UsageError(
             f"{checkpoint.path}: {root} is not the dataset of its fold, or has other labels now",

@@ -41,6 +41,7 @@ from ssdctl.evaluation.choices import (
     name_of_images,
     require_images,
     rows_to_score,
+    trained_on,
     warn_of_images,
 )
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections, read_ground_truth
@@ -155,7 +156,8 @@ def evaluate_folds(
         _require_target(detections_file)
         read = from_first(lambda: [read_model(file) for file in files], ranks)
         _check_folds(read, config)
-        config = _with_data_of(read[0], config)
+        has_data = (c for c in read if dataset_folders(trained_on(c))[0].exists())
+        config = _with_data_of(next(has_data, read[0]), config)
         how: dict[str, Any] = {"progress": progress, "ranks": ranks, "only_fold": True}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
         found = [part for part in parts if part is not None]

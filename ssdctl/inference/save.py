@@ -41,10 +41,11 @@ from ssdctl.files import (
     write_bytes,
     write_text,
 )
-from ssdctl.inference.sources import RESULTS, ImageSource
+from ssdctl.inference.sources import ImageSource
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import counted
 
+RESULTS = "detections.json"
 # The beginning of detections.json and detections.jsonl.
 RECORDS = r'\s*\[?\s*(\]|\{\s*"image":)'
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root

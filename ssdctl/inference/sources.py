@@ -35,7 +35,6 @@ CONNECT_S = 10.0
 READ_S = 30.0  # without a byte
 TOTAL_S = 120.0
 CHUNK_BYTES = 1 << 16
-RESULTS = "detections.json"  # in the folder of drawn images
 SEPARATELY = "run predict once for videos and once for images"
 GIVE_PATH = "fetch the file by other means, and give its path"
 VIDEO_SUFFIXES = (
@@ -214,13 +213,10 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     root = folder.resolve()
     originals = {root / path.relative_to(folder) for path in images if not path.is_symlink()}
-    results = {path.parent for path in files if path.name == RESULTS}
-    first = {path.parent: path for path in reversed(images)}  # a killed call leaves no results
-    results |= {folder for folder, path in first.items() if is_drawn(path)}
     own = [
         path
         for path in images
-        if not (path.parent in results and is_drawn(path))
+        if not is_drawn(path)
         and not (path.is_symlink() and Path(os.path.realpath(path)) in originals)
     ]
     notes = []

@@ -277,7 +277,8 @@ class Run:
         count = 2 if evals else 1
         figure = Figure(figsize=(5 * count, 3.5), layout="constrained")
         loss, *others = figure.subplots(1, count, squeeze=False)[0]
-        loss.plot([r["step"] for r in steps], [r["loss"] for r in steps])
+        losses = [(r["step"], r["loss"]) for r in steps if r["loss"] >= 0]  # -1: not finite
+        loss.plot(*zip(*losses, strict=True))
         loss.set(xlabel="step", ylabel="training loss")
         for axes in others:
             for name in ("AP", "AP50", "AP75"):

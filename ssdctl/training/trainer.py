@@ -579,7 +579,8 @@ class Trainer:
             self.recorder.bad_images.check()
         folder = str(RunDir(self.path).nonfinite)
         if step.skipped and self.recorder.guard.should_roll_back(step.skipped, folder):
-            self._roll_back()
+            with self.meter.paused():
+                self._roll_back()
 
     def _has_trained(self) -> bool:
         return self.meter.images > 0

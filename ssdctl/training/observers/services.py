@@ -190,13 +190,16 @@ class WeightsAndBiases(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Writes RUN/tensorboard. Later steps of a killed run are hidden: they are trained again."""
+    """Writes RUN/tensorboard. Steps that are trained again, as after a kill, are hidden before."""
 
     def open(self) -> None:
+        self._open_after(self.run.start_step)
+
+    def _open_after(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = RunDir(self.run.folder).tensorboard
-        self._writer: Any = SummaryWriter(str(folder), purge_step=self.run.start_step + 1)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
 
     def metrics(self, metrics: Metrics) -> None:
         for name, value in metrics.values.items():
@@ -207,6 +210,10 @@ class TensorBoard(Tracker):
     def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
         for name, pixels in images.items():
             self._writer.add_image(f"images/{name}", pixels, step, dataformats="HWC")
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._open_after(step)
 
     def close(self, *, is_success: bool) -> None:
         self._writer.close()

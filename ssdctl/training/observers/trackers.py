@@ -44,6 +44,7 @@ from ssdctl.training.observers import (
     End,
     Epoch,
     Observer,
+    Rewind,
     Saved,
     Scored,
     Start,
@@ -87,7 +88,7 @@ class Tracker:
 
     One background thread calls all methods but `abandon`, in the order of the events. They may take
     any time and raise anything: training does not wait, and reports the first error as a warning.
-    A step that is trained again after a kill is sent again.
+    A step that is trained again, after a kill or `rewind`, is sent again.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -107,6 +108,9 @@ class Tracker:
 
         The file is deleted when this returns.
         """
+
+    def rewind(self, step: int) -> None:
+        """Hide what is after a step: training has returned to it after a loss that was NaN."""
 
     def close(self, *, is_success: bool) -> None:
         """End the run, or interrupt it: it may be resumed."""
@@ -292,6 +296,9 @@ class Trackers(Observer):
             self._upload(self._best)
         self._best = None
         self._upload(saved)
+
+    def on_rewind(self, rewind: Rewind) -> None:
+        self._call(lambda tracker: tracker.rewind(rewind.step))
 
     def on_end(self, end: End) -> None:
         trackers, self._trackers = self._trackers, []

@@ -89,18 +89,20 @@ def test_a_run_ends_at_its_target(tmp_path: Path, train: Train) -> None:
     assert before[2]
 
 
-def test_writes_tensorboard(tmp_path: Path, train: Train) -> None:
+def test_writes_tensorboard(tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
+    break_the_fourth_batch(monkeypatch)
+    options = ("--tensorboard", "--save-every", "2st", "--on-nonfinite", "rollback")
     try:
-        train("--steps", 2, "--tensorboard", "--deterministic")
+        train("--steps", 5, "--deterministic", *options)
     finally:
         torch.use_deterministic_algorithms(False)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert events.Scalars("eval/AP")[0].value == pytest.approx(records(run, "eval")[0]["AP"])
     assert len(events.Tags()["images"]) == 4
 
