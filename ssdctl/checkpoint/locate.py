@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger(__name__)
-KEPT = ("train.preset", "train.warmup", "train.lr_decay", "train.decay_epochs")
+KEPT = tuple(
+    f"train.{name}" for name in ("preset", "warmup", "lr_decay", "decay_epochs", "precision")
+)
 Named: TypeAlias = "str | os.PathLike[str] | nn.Module"  # a checkpoint as users give it
 
 
@@ -133,7 +135,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def continued_config(config: Config) -> Config | None:
-    """Return the preset and the schedule of the checkpoint that `config` continues from, if any."""
+    """Return the settings `KEPT` of the checkpoint that `config` continues from, if any."""
     run, resume = run_dir(config), config.train.resume
     if resume == "never":
         return None

@@ -60,8 +60,9 @@ class Evaluator:
     """Evaluates a run on its validation split.
 
     Args:
-        past: The recorded evaluations of earlier starts, on the first rank.
-        best_ap: The best AP of the checkpoint.
+        past: The recorded evaluations of earlier starts that a better one replaces, on the first
+            rank.
+        best_ap: The best AP of the checkpoint, if that evaluation is one of them.
     """
 
     def __init__(
@@ -87,7 +88,6 @@ class Evaluator:
         # With another global batch, later steps of the run before are not in `past`.
         if best_ap is not None and best_ap > (self.early_stopping.ap or 0):
             self.early_stopping.ap = best_ap
-        self.rewind(past)
         self.losses: dict[str, float] = {}  # last detection's, on the first rank
         self.is_repeated = False  # the evaluation that is scored: its step has a record
 

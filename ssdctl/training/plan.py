@@ -27,6 +27,7 @@ from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.plugins import AUGMENTATION_LISTS
+from ssdctl.runtime.safe_text import counted
 from ssdctl.training.small_data import adapt_to_data, short_warmup
 
 if TYPE_CHECKING:
@@ -261,7 +262,8 @@ def make_plan(
 
     Args:
         device: The device to train on; None for a plan without one.
-        before: The settings of the run to continue (`continued_config`); its schedule is kept.
+        before: The settings of the run to continue (`continued_config`): its schedule is kept, and
+            the precision that it had chosen.
         network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: The batch size for `--bs auto`, measured on an open device.
 
@@ -271,12 +273,15 @@ def make_plan(
             --background without an image for it.
     """
     out, notices = run_dir(config).path, check_settings(config, device)
-    config = _with_network(_with_precision(config, device), network)
+    config = _with_network(_with_precision(config, device, before), network)
     share = _background_share(config, dataset)
     if config.train.batch_size == "auto":
         config = config.with_value("train.batch_size", _measured(largest_batch))
     limits = config.train.limit_train, config.train.overfit
     trainable = min([dataset.trainable, *(limit for limit in limits if limit)])
+    if any(limit and limit > trainable == dataset.trainable for limit in limits):
+        number = counted(trainable, "image")
+        notices += (f"--limit-train or --overfit: only {number} with objects can be trained on",)
     first = Plan(config, out, trainable, ranks.world_size, notices=notices)
     plan = _adapted(first, share)
     if kept := _kept_schedule(plan.config, before):
@@ -318,10 +323,21 @@ def check_shares(batch_size: int, cores: int, device_name: str) -> None:
         )
 
 
-def _with_precision(config: Config, device: DeviceFacts | None) -> Config:
-    if device is None or config.train.precision in device.precisions:
+def _with_precision(config: Config, device: DeviceFacts | None, before: Config | None) -> Config:
+    if device is None:
         return config
-    return config.with_value("train.precision", device.auto_precision)
+    kept: str = "auto"
+    if before is not None and not config.train.resume_changed:
+        kept = before.train.precision
+    if kept == "auto":
+        kept = device.auto_precision
+    elif kept not in device.precisions:
+        raise UsageError(
+            f"the run to continue trains in {kept}, which device {device.name} lacks",
+            hint="--resume-changed continues it in another precision",
+        )
+    is_known = config.train.precision in device.precisions
+    return config if is_known else config.with_value("train.precision", kept)
 
 
 def _with_network(config: Config, network: Network | None) -> Config:

@@ -43,7 +43,7 @@ from ssdctl.device import opened_device
 from ssdctl.distributed import collectives, find_ranks
 from ssdctl.distributed.process_group import failing_together, process_group
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
-from ssdctl.runs.folder import RunDir, exclusive_run, run_dir, with_paths_from
+from ssdctl.runs.folder import RunDir, exclusive_run, run_dir, step_of, with_paths_from
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import without_progress
@@ -239,6 +239,11 @@ class Trainer:
         self.saver = Saver(plan, ranks)
         self.saver.start(self.step, checkpoint)
         self._folder = FolderWriter(plan, self.step) if ranks.is_main else None
+        past = self._past_evaluations()
+        best_ap = None if checkpoint is None else checkpoint.best_ap
+        if not (ranks.is_main and RunDir(plan.out).best.exists()):  # the run went back from it
+            steps = {*map(step_of, self.saver.steps())}
+            past, best_ap = [record for record in past if record["step"] in steps], None
         self.evaluator = Evaluator(
             plan,
             self.model,
@@ -246,9 +251,10 @@ class Trainer:
             self.device,
             ranks,
             self.threads,
-            past=self._past_evaluations(),
-            best_ap=None if checkpoint is None else checkpoint.best_ap,
+            past=past,
+            best_ap=best_ap,
         )
+        self.evaluator.rewind(self._past_evaluations())
         self._evaluated_before = self.evaluator.evaluated_step
         self._update_links()
         self.input = StepInput(plan, self.splits.train, self.device, ranks, self.threads)

@@ -247,6 +247,15 @@ def test_a_continued_run_keeps_the_schedule_that_was_fitted_to_its_first_steps(i
 
     assert longer().as_json() == {**first.as_json(), "total_steps": 900}
     assert longer(warmup="7st").warmup_steps == 7
+
+    def precision_after(precision: str) -> str:
+        before = first.config.with_value("train.precision", precision)
+        cpu = DEVICE_TYPES["cpu"]
+        return plan_of(train_settings(), images, device=cpu, before=before).precision
+
+    assert [precision_after("bf16"), precision_after("fp32")] == ["bf16", "fp32"]
+    with pytest.raises(UsageError, match="trains in fp16, which device cpu lacks"):
+        precision_after("fp16")
     new = plan_of(train_settings(steps=900), images)
     assert longer(resume_changed=True).as_json() == new.as_json()
 

@@ -161,7 +161,7 @@ class Life(RuleBasedStateMachine):
         self.first = 1  # the first step in metrics.jsonl
         self.origin = ""  # the checkpoint of this folder that it went back to
         self.is_exact = True  # whether it computes what the undisturbed run does
-        self.may_lack_best = False  # whether the weights of the best may be nowhere
+        self.gone = set[int]()  # evaluated steps whose weights are nowhere: none is the best
         self.newest = 0  # the newest intact checkpoint's step
         self.damaged = set[str]()  # the files that `damage` damaged
         self.was_reached = False  # whether the last fault was
@@ -194,7 +194,8 @@ class Life(RuleBasedStateMachine):
         to = step_of(file) + by
         words = [*self.training(to, chosen), "--resume", file]
         if file.name != self.origin:
-            self.may_lack_best, self.newest, self.origin = True, step_of(file), file.name
+            self.newest, self.origin = step_of(file), file.name
+            self.forget()
         result = self.start(words, fault).wait()
         self.was_reached = result[0] != 0
         if fault is not None and self.was_reached:
@@ -219,7 +220,7 @@ class Life(RuleBasedStateMachine):
         self.run = self.folder / next(self.names)
         to += self.newest
         words = [*self.training(to, chosen), "--resume", file]
-        self.first, self.may_lack_best, self.origin = self.newest + 1, False, ""
+        self.first, self.gone, self.origin = self.newest + 1, set(), ""
         for _ in range(2):
             self.check(to, chosen, *self.start(words).wait(), None)
             file.unlink(missing_ok=True)
@@ -241,14 +242,15 @@ class Life(RuleBasedStateMachine):
             with path.open("r+b") as file:
                 file.truncate(file.seek(0, 2) // 2) if how == "cut" else file.seek(70_000)
                 file.write(b"\xff\x00\xff") if how == "flip" else None
-        self.may_lack_best, self.newest = True, self.newest_intact()
+        self.newest = self.newest_intact()
+        self.forget()
         self.damaged |= self.damaged_files()
 
     @rule(name=st.sampled_from(["best.pt", "last.pt"]))
     def remove(self, name: str) -> None:
         say(f"rm {self.run}/checkpoints/{name}")
         (self.run / "checkpoints" / name).unlink(missing_ok=True)
-        self.may_lack_best |= name == "best.pt"
+        self.forget()
 
     @precondition(lambda self: self.run.exists())
     @rule(is_copied=st.booleans())
@@ -335,6 +337,14 @@ class Life(RuleBasedStateMachine):
         content = load(path) if path.exists() and scores else None
         return content and (max(r["AP"] for r in scores), digest(content, 1))
 
+    def forget(self) -> None:
+        """Note the steps that cannot be the best one after `newest`, from which the run goes on."""
+        best = load(self.run / "checkpoints/best.pt")
+        if best is None or best["step"] > self.newest:
+            left = {step_of(path) for path in steps(self.run) if load(path)}
+            self.gone |= {r["step"] for r in records(self.run, "eval")} - left
+        self.gone = {step for step in self.gone if step <= self.newest}
+
     def newest_intact(self) -> int:
         links = [self.run / "checkpoints" / name for name in ("last.pt", "best.pt")]
         found = (content for path in steps(self.run)[::-1] or links if (content := load(path)))
@@ -397,13 +407,15 @@ class Life(RuleBasedStateMachine):
             assert state == self.undisturbed.states[self.newest], "other weights"
             expected = self.undisturbed.statistics[self.newest]
             torch.testing.assert_close(statistics(last), expected, rtol=1e-4, atol=1e-5)
-        evaluations = [r for r in records(self.run, "eval") if r["AP"] >= 0]
+        evaluations = [
+            r for r in records(self.run, "eval") if r["AP"] >= 0 and r["step"] not in self.gone
+        ]
         if not evaluations:
             return
         step = max(evaluations, key=lambda r: r["AP"])["step"]
-        best, of_best = folder / "best.pt", folder / f"step-{step:08d}.pt"
-        assert best.exists() or (self.may_lack_best and not of_best.exists()), "no best.pt"
-        if best.exists() and self.is_exact:
+        best = folder / "best.pt"
+        assert best.exists(), "no best.pt"
+        if self.is_exact:
             content = load(best)
             assert content is not None, "best.pt is damaged"
             assert content["step"] == step, f"best is {step}, best.pt is {content['step']}"
