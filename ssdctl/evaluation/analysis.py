@@ -245,11 +245,28 @@ def _calibration(engine: Any) -> tuple[list[CalibrationBin], float]:
 def error_kinds(scoring: Scoring) -> list[ErrorKind]:
     """Return TIDE's errors at IoU 0.5, sorted by their cost in AP50."""
     tide = scoring.engine.tide_errors(pos_thr=IOU_FOUND, bg_thr=IOU_BACKGROUND)
+    gains = tide["delta_ap"]
+    gains["Miss"] += _gain_of_absent(scoring, tide["ap_base"] + gains["Miss"])
     kinds = [
-        ErrorKind(kind, meaning, tide["counts"][kind], tide["delta_ap"][kind])
+        ErrorKind(kind, meaning, tide["counts"][kind], gains[kind])
         for kind, (_, meaning, _) in ERRORS.items()
     ]
     return sorted(kinds, key=lambda e: -e.delta_ap)
+
+
+def _gain_of_absent(scoring: Scoring, ap: float) -> float:
+    """Return what the mean AP gains without the classes that are missed altogether.
+
+    The engine counts them as 0, where TIDE has no AP for a class without objects and detections.
+    """
+    is_detected = np.isin(scoring.engine.params.cat_ids, scoring.table[:, 6])
+    if is_detected.all():
+        return 0.0
+    counts = scoring.engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"].astype(np.int64)[:-1]
+    num_objects = counts.sum(axis=1)
+    has_objects, is_missed = num_objects > 0, counts[:, -1] == num_objects
+    num_rest = (has_objects & (is_detected | ~is_missed)).sum()
+    return float(ap * has_objects.sum() / num_rest - ap) if num_rest else 0.0
 
 
 def diagnosis(evaluation: Evaluation) -> str:

@@ -27,6 +27,7 @@ METRICS = tuple(name for name in COCO_METRICS if name.startswith("AP"))
 RECALLS = np.linspace(0, 1, 101)
 MIN_IMAGES = 3  # fewer say nothing about other images
 MAX_IMAGES = 1_000_000  # that are asked for to show a difference
+NO_SPREAD = 1e-9  # margins below it: all draws are equal
 MAX_COUNTED = 1 << 20  # draws x detections at a time: 4 MB
 
 
@@ -129,26 +130,39 @@ def intervals(draws: Draws) -> list[dict[str, Interval]]:
         found = {}
         for name, value, margin in zip(METRICS, draws.estimates[row], margins, strict=True):
             if not np.isnan(value + margin):
-                odds = value / max(1 - value, 1e-12)
-                factor = np.exp(min(margin / max(value * (1 - value), 1e-12), 50))
-                ends = (1 - 1 / (1 + end) for end in (odds / factor, odds * factor))
+                if margin < NO_SPREAD:
+                    ends = _ends_without_spread(value, draws.images[row])
+                else:
+                    odds = value / max(1 - value, 1e-12)
+                    factor = np.exp(min(margin / max(value * (1 - value), 1e-12), 50))
+                    ends = 1 - 1 / (1 + odds / factor), 1 - 1 / (1 + odds * factor)
                 low, high = (round(float(end), 4) for end in ends)
                 found[name] = low, high
         result.append(found)
     return result
 
 
+def _ends_without_spread(value: float, num_images: int) -> tuple[float, float]:
+    """Return the ends where all draws are equal: as of N hits in N trials, or none (binomial)."""
+    share = 0.025 ** (1 / num_images)
+    return value * share, 1 - (1 - value) * share
+
+
 def differences(a: Draws, b: Draws) -> list[dict[str, Difference]]:
     """Return b - a of each metric with its 95% interval, in the order of `intervals`."""
     estimates, margins = b.estimates - a.estimates, _margins(b.values - a.values, a.images)
-    return [
-        {
-            name: Difference(*map(float, (value, value - margin, value + margin)))
-            for name, value, margin in zip(METRICS, *row, strict=True)
-            if not np.isnan(value + margin)
-        }
-        for row in zip(estimates, margins, strict=True)
-    ]
+    result = []
+    for row, count in enumerate(a.images):
+        found = {}
+        for name, value, margin in zip(METRICS, estimates[row], margins[row], strict=True):
+            if not np.isnan(value + margin):
+                ends = value - margin, value + margin
+                if margin < NO_SPREAD < abs(value):
+                    low, high = _ends_without_spread((value + 1) / 2, count)
+                    ends = 2 * low - 1, 2 * high - 1
+                found[name] = Difference(*map(float, (value, *ends)))
+        result.append(found)
+    return result
 
 
 def _margins(values: Floats, images: Ints) -> Floats:
