@@ -122,22 +122,22 @@ def _reached_recalls(num_objects: Ints) -> tuple[NDArray[np.int32], NDArray[np.i
 def intervals(draws: Draws) -> list[dict[str, Interval]]:
     """Return the 95% interval of each metric: of the mean of the classes, then of each class.
 
-    It is symmetric on the logit scale, so that it stays within 0 to 1. A metric that is not
-    defined, or that draws leave undefined too often, has none.
+    It is symmetric on the logit scale, so that it stays within 0 to 1, but near 0 or 1 not much
+    wider than that of a proportion. A metric that is not defined, or that draws leave undefined too
+    often, has none.
     """
     result = []
     for row, margins in enumerate(_margins(draws.values, draws.images)):
         found = {}
         for name, value, margin in zip(METRICS, draws.estimates[row], margins, strict=True):
             if not np.isnan(value + margin):
-                if margin < NO_SPREAD:
-                    ends = _ends_without_spread(value, draws.images[row])
-                else:
+                low, high = _ends_without_spread(value, draws.images[row])
+                if margin >= NO_SPREAD:
                     odds = value / max(1 - value, 1e-12)
                     factor = np.exp(min(margin / max(value * (1 - value), 1e-12), 50))
-                    ends = 1 - 1 / (1 + odds / factor), 1 - 1 / (1 + odds * factor)
-                low, high = (round(float(end), 4) for end in ends)
-                found[name] = low, high
+                    low = max(min(low, value - 1.5 * margin), 1 - 1 / (1 + odds / factor))
+                    high = min(max(high, value + 1.5 * margin), 1 - 1 / (1 + odds * factor))
+                found[name] = round(float(low), 4), round(float(high), 4)
         result.append(found)
     return result
 
