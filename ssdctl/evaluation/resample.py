@@ -28,6 +28,7 @@ RECALLS = np.linspace(0, 1, 101)
 MIN_IMAGES = 3  # fewer say nothing about other images
 MAX_IMAGES = 1_000_000  # that are asked for to show a difference
 NO_SPREAD = 1e-9  # margins below it: all draws are equal
+WIDEST = 1.5  # margins, beyond a proportion's interval: more covered no more sets
 MAX_COUNTED = 1 << 20  # draws x detections at a time: 4 MB
 
 
@@ -135,8 +136,8 @@ def intervals(draws: Draws) -> list[dict[str, Interval]]:
                 if margin >= NO_SPREAD:
                     odds = value / max(1 - value, 1e-12)
                     factor = np.exp(min(margin / max(value * (1 - value), 1e-12), 50))
-                    low = max(min(low, value - 1.5 * margin), 1 - 1 / (1 + odds / factor))
-                    high = min(max(high, value + 1.5 * margin), 1 - 1 / (1 + odds * factor))
+                    low = max(min(low, value - WIDEST * margin), 1 - 1 / (1 + odds / factor))
+                    high = min(max(high, value + WIDEST * margin), 1 - 1 / (1 + odds * factor))
                 found[name] = round(float(low), 4), round(float(high), 4)
         result.append(found)
     return result
