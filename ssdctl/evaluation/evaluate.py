@@ -391,9 +391,6 @@ def detect_on_split(
     splits = open_on_all_ranks(root, folder, ranks, progress)
     fold = choose_fold(fold_of or checkpoint, config, root, splits, is_required=only_fold)
     name_of_split = settings.split if fold is None else "train"
-    if part := (checkpoint.run_settings or {}).get("train.overfit"):
-        text = "training computed its AP on %s images of the training split (--overfit)"
-        log.info(text, part)
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
     warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)

@@ -239,22 +239,7 @@ class Trainer:
         self.saver = Saver(plan, ranks)
         self.saver.start(self.step, checkpoint)
         self._folder = FolderWriter(plan, self.step) if ranks.is_main else None
-        past = self._past_evaluations()
-        best_ap = None if checkpoint is None else checkpoint.best_ap
-        if not (ranks.is_main and RunDir(plan.out).best.exists()):  # the run went back from it
-            steps = {*map(step_of, self.saver.steps())}
-            past, best_ap = [record for record in past if record["step"] in steps], None
-        self.evaluator = Evaluator(
-            plan,
-            self.model,
-            self.splits,
-            self.device,
-            ranks,
-            self.threads,
-            past=past,
-            best_ap=best_ap,
-        )
-        self.evaluator.rewind(self._past_evaluations())
+        self._open_evaluator(checkpoint)
         self._evaluated_before = self.evaluator.evaluated_step
         self._update_links()
         self.input = StepInput(plan, self.splits.train, self.device, ranks, self.threads)
@@ -265,6 +250,24 @@ class Trainer:
         self.flags = collectives.FlagExchange(ranks)
         profile = RunDir(plan.out).profile
         self.profiler = StepProfiler(config.profile, profile, self.device, ranks)
+
+    def _open_evaluator(self, checkpoint: Checkpoint | None) -> None:
+        past = self._past_evaluations()
+        best_ap = None if checkpoint is None else checkpoint.best_ap
+        if not (self.ranks.is_main and RunDir(self.plan.out).best.exists()):  # or went back from it
+            steps = {*map(step_of, self.saver.steps())}
+            past, best_ap = [record for record in past if record["step"] in steps], None
+        self.evaluator = Evaluator(
+            self.plan,
+            self.model,
+            self.splits,
+            self.device,
+            self.ranks,
+            self.threads,
+            past=past,
+            best_ap=best_ap,
+        )
+        self.evaluator.rewind(self._past_evaluations())
 
     def _start_observers(self, observers: Sequence[Observer]) -> None:
         if self._folder is None:
