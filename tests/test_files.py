@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import os
 import re
@@ -207,18 +206,6 @@ def test_joined_names_stay_below_the_root(name: str) -> None:
 def hold(path: Path) -> None:
     with lock(path, "waiting"):
         pass
-
-
-def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of a temporary lock removes the file at its end, perhaps after it was opened."""
-    path, flock = tmp_path / "lock", fcntl.flock
-
-    def too_late(descriptor: int, how: int) -> None:
-        path.unlink()
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", too_late)
-    assert files.try_lock(path) is None
 
 
 def test_a_full_folder_for_temporary_files_is_named() -> None:

@@ -1,7 +1,6 @@
 """Signal handlers of a training that another program started, and work that threads do ahead."""
 
 import hashlib
-import itertools
 import os
 import signal
 import threading
@@ -12,7 +11,6 @@ from types import FrameType
 import pytest
 
 from ssdctl.runtime import signals
-from ssdctl.runtime.system import take_ahead
 
 
 @pytest.fixture
@@ -93,15 +91,3 @@ def test_without_a_signal_nothing_is_announced() -> None:
     thread.start()
     thread.join()
     assert answers == []
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_items_are_read_ahead_up_to_the_limit(ahead: int) -> None:
-    taken = []
-    items = (taken.append(item) or item for item in itertools.count())  # type: ignore[func-returns-value]
-    results = take_ahead(items, ahead)
-    assert next(results) == 0
-    assert len(taken) == ahead + 1
-    assert next(results) == 1
-    assert len(taken) == ahead + 2
-    assert list(take_ahead(range(2), ahead)) == [0, 1]
