@@ -163,9 +163,9 @@ def _warnings(
     if num_unit and num_unit >= NEARLY_ALL * number:
         return [
             f"{num_unit:,} of {number:,} boxes are smaller than {UNIT_BOX_PX} pixels and are in "
-            "the image's top left corner: they look like fractions of the image (0 to 1). Write "
-            "bbox as left, top, width, height in pixels: multiply by the image's width and height; "
-            "--preview FILE shows the boxes"
+            "the image's top left corner: they look like fractions of the image (0 to 1), where "
+            "the format has pixels. Multiply them by the image's width and height; --preview FILE "
+            "shows the boxes"
         ]
     clipped = int((kinds == CLIPPED).sum())
     if clipped < max(MIN_CLIPPED, MIN_CLIPPED_SHARE * number):
@@ -174,9 +174,9 @@ def _warnings(
     if fits_as_corners.all(axis=1).mean() < NEARLY_ALL:
         return []
     return [
-        f"{clipped:,} of {number:,} boxes leave their image, and would not if bbox were left, top, "
-        "right, bottom. Write it as left, top, width, height: width = right - left, "
-        "height = bottom - top; --preview FILE shows the boxes"
+        f"{clipped:,} of {number:,} boxes leave their image, and would not if their widths and "
+        "heights were the right and bottom edges: the numbers of a label may have another meaning "
+        "than in this format (of COCO, left, top, width and height); --preview FILE shows the boxes"
     ]
 
 

@@ -265,10 +265,9 @@ class _ChunkMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     upright: bool = False
 
 
-def check_files(job: ImageCheck, sizes: list[int | None]) -> None:
-    """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
-    images = job.annotations
-    require_image_folder(images.folder, job.split, images.origin)
+def require_images(images: Annotations, split: str, sizes: list[int | None]) -> None:
+    """Check that every image of a split exists: `sizes` in bytes are None for one that does not."""
+    require_image_folder(images.folder, split, images.origin)
     missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
@@ -276,6 +275,12 @@ def check_files(job: ImageCheck, sizes: list[int | None]) -> None:
             f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=f"they are listed in {images.origin}",
         )
+
+
+def check_files(job: ImageCheck, sizes: list[int | None]) -> None:
+    """Check that every image exists, see `require_images`, and that there is enough disk space."""
+    images = job.annotations
+    require_images(images, job.split, sizes)
     if job.config.pack and job.config.encoding == "raw":
         pixels = index.shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())

@@ -31,6 +31,7 @@ from ssdctl.data.dataset import (
     resolve_images,
 )
 from ssdctl.data.divide import is_held_out
+from ssdctl.data.image_check import require_images
 from ssdctl.data.image_files import (
     changed_images,
     relative_folder,
@@ -46,7 +47,6 @@ from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.stored_images import config_of, has_packed_images
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
@@ -270,6 +270,8 @@ def count_images(
     changed = _changes(root, folder)
     if changed == []:
         splits = open_splits(root, folder)
+        for split in splits:
+            _refuse_changed(root, folder, split)
         train = tiled(require_split(splits, "train", root), tiling)
         val, names = splits.get("val"), [c.name for c in train.classes]
         num_val, warnings = (len(val.image_ids), val.warnings) if val else (0, ())
@@ -279,13 +281,14 @@ def count_images(
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
     unprepared = _read_as_last_time(root, folder)
     annotations = require_split(unprepared, "train", root)
-    is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
-    if changed or has_packed_images(folder) or not is_known or fold is not None:
-        resolved = resolve_images(unprepared)
-        # `prepare` has refused a dataset without boxes: not its packed images are the reason.
-        if changed or check(resolved["train"][0]).objects.num_trained().any():
-            require_packed(root, folder, resolved)
-        annotations = resolved["train"][0]
+    resolved = resolve_images(unprepared)
+    # `prepare` has refused a dataset without boxes: not its packed images are the reason.
+    if changed or check(resolved["train"][0]).objects.num_trained().any():
+        require_packed(root, folder, resolved)
+    if not has_packed_images(folder):
+        for split, (images, sizes) in resolved.items():
+            require_images(images, split, sizes)
+    annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
     if fold is not None:

@@ -231,7 +231,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         raise DataError(
             f"{folder}: would lose packed images that have labels, but no file any more: "
             f"{len(lost):,}, such as {lost[0]}",
-            hint="put the files back, or remove their labels",
+            hint=_hint_of_lost(store),
         )
     replaces = store.keep_images and replaces_images(folder, known)
     if replaces and index.read_made(folder):
@@ -305,6 +305,15 @@ def _unchanged_outcome(
             return None
     # The folder may have been moved or copied since.
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
+
+
+def _hint_of_lost(store: _Store) -> str:
+    """Return how to keep packed images that have no file any more."""
+    hint, packed = "put the files back, or remove their labels", config_of(store.folder)
+    if packed is None or packed == store.config:
+        return hint
+    command = prepare_command(store.root, store.folder, *_image_options(packed))
+    return f"{hint}; with the store's own options they stay: {command}"
 
 
 def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> None:

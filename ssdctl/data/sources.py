@@ -25,8 +25,15 @@ from numpy.typing import NDArray
 from ssdctl.data import TOML, index, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
-from ssdctl.data.formats import coco, recognized, yolo
-from ssdctl.data.image_files import file_sizes, files_below, in_threads, is_image, relative_folder
+from ssdctl.data.formats import built_in, coco, recognized, yolo
+from ssdctl.data.image_files import (
+    dataset_folder,
+    file_sizes,
+    files_below,
+    in_threads,
+    is_image,
+    relative_folder,
+)
 from ssdctl.data.store import image_folder
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (
@@ -42,7 +49,7 @@ from ssdctl.runtime.safe_text import counted, printable_line
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 200  # images of a split
 # The files of a run are not a dataset's, nor are those of `evaluate --report`.
-RUN_FILES = {"metrics.jsonl"}, {"evaluation.json", "report.html"}
+RUN_FILES = {"metrics.jsonl", "config.toml"}, {"evaluation.json", "report.html"}
 HASHED_BYTES = 4 << 20
 UNLISTED_IMAGE = -1
 # Whether --split trains on an image, and whether it is `gone` in the division.
@@ -74,9 +81,14 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
         if (root / TOML).is_file():
             paths.append(root / TOML)
         return sorted(os.path.relpath(path.absolute(), folder) for path in paths)
+    base = dataset_folder(root).absolute()  # as the readers
+    files = _without_runs(files_below(base), os.path.relpath(store.absolute(), base))
     suffixes = (".json",) if format_name.endswith("-json") else LABEL_SUFFIXES
-    files = _without_runs(files_below(folder), os.path.relpath(store.absolute(), folder))
-    return sorted(n for n in files if n.lower().endswith(suffixes) or n == TOML)
+    if format_name not in built_in():  # a plugin may read any file
+        labels = [name for name in files if not is_image(PurePosixPath(name))]
+    else:
+        labels = [name for name in files if name.lower().endswith(suffixes) or name == TOML]
+    return sorted(os.path.relpath(base / name, folder) for name in labels)
 
 
 def _without_runs(names: Iterator[str], store: str) -> list[str]:

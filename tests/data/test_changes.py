@@ -38,9 +38,20 @@ def test_new_images_or_toml_are_noticed(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:
     root = exports.roboflow_yolo(tmp_path / "data")
     prepare(root, root / "prepared", INDEX_ONLY)
-    files = dict.fromkeys(("metrics.jsonl", "logs.txt", "data.yaml"), "")
+    files = dict.fromkeys(("metrics.jsonl", "config.toml", "logs.txt", "data.yaml"), "")
     exports.tree(root / "runs/a", {"drawn.jpg": None, **files})
     assert is_prepared(root, root / "prepared")
+
+
+def test_all_labels_of_a_file_in_a_folder_of_annotations_are_compared(tmp_path: Path) -> None:
+    root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
+    (root / "annotations").mkdir()
+    file = (root / "data.yaml").rename(root / "annotations/data.yaml")
+    (root / "train/labels/metrics.jsonl").touch()  # no sign of a run
+    prepare(file, store, INDEX_ONLY)
+    assert is_prepared(file, store)
+    sorted((root / "train/labels").glob("*.txt"))[0].write_text("0 .5 .5 .1 .1\n")
+    assert not is_prepared(file, store)
 
 
 def test_other_pixels_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
             lambda x, y, w, h, sides: [x / sides[0], y / sides[1], w / sides[0], h / sides[1]],
             "0 to 1",
         ),
-        (lambda x, y, w, h, sides: [x, y, x + w, y + h], "left, top, right, bottom"),
+        (lambda x, y, w, h, sides: [x, y, x + w, y + h], "right and bottom edges"),
         (lambda *_: [0.5, 0.5, 1.4, 40], ""),  # thin, but large enough
         (lambda *_: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
         (lambda x, y, w, h, sides: [sides[0] - 5, 5, 20, 20], ""),  # clipped only
@@ -403,9 +403,9 @@ def test_boxes_in_another_form_are_reported(
             entry["bbox"] = bbox_of(*entry["bbox"], sides[entry["image_id"]])
     caplog.set_level(logging.INFO, "ssdctl")
     open_dataset(dataset, store)
-    assert any("bbox" in line for line in caplog.messages) == bool(words)
+    assert any("--preview" in line for line in caplog.messages) == bool(words)
     outcome = prepare(dataset, store, INDEX_ONLY)
-    warnings = [w for report in outcome.splits for w in report.warnings if "bbox" in w]
+    warnings = [w for report in outcome.splits for w in report.warnings if "--preview" in w]
     assert [words in w for w in warnings] == [True] * bool(words)
 
 
