@@ -7,11 +7,16 @@ other commands exit silently on Ctrl-C.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # `python -m` searches the working folder first, which may have a random.py.
+    sys.path[:1] = [path for path in sys.path[:1] if path != os.getcwd()]  # noqa: PTH109
+
 import contextlib
 import io
-import os
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any

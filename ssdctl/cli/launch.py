@@ -159,6 +159,7 @@ def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait
     result = _as_json(job)
     if isinstance(engine, BatchEngine):
         signals.restore()  # the submitted job continues after Ctrl-C
+        signals.interrupt_on_end()
         code = _submit(call, engine, job, result, wait)
     else:
         code = _run(call, engine, request, job)

@@ -39,6 +39,7 @@ Pixels = NDArray[np.uint8]
 ImageLike = Any
 MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
 MAX_FILE_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 20
 PNG_HEADER_BYTES = 33  # signature and IHDR
 METADATA_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of a PNG
 MAX_METADATA_BYTES = 1 << 20
@@ -228,7 +229,10 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
         with Path(name).open("rb") if is_path else contextlib.nullcontext(image) as file:
             with contextlib.suppress(AttributeError, OSError):  # a pipe
                 file.seek(0)  # as Pillow does
-            content = file.read(MAX_FILE_BYTES + 1)
+            content = more = file.read(CHUNK_BYTES)  # to read N bytes, N are allocated first
+            while more and isinstance(content, bytes) and len(content) <= MAX_FILE_BYTES:
+                more = file.read(max(CHUNK_BYTES, len(content)))
+                content += more
     except (UnicodeDecodeError, TypeError):
         content = None
     except (OSError, ValueError) as error:  # also a closed file, or one opened for writing

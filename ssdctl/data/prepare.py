@@ -162,8 +162,9 @@ def prepare(
             return _write(_Store(root, folder, config, force, keep_images, progress), dataset)
         except SsdctlError:
             if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
-                (folder / ".lock").unlink()
-                folder.rmdir()
+                with contextlib.suppress(OSError):  # NFS keeps a file that is open
+                    (folder / ".lock").unlink()
+                    folder.rmdir()
             raise
 
 

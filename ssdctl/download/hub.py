@@ -163,6 +163,11 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
             f"{what}: the Hub refuses it: {reason} ({address})",
             hint="set HF_TOKEN to a token with this permission, or run `hf auth login`",
         )
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return NetworkError(
+            f"{what}: {address}: {reason}",
+            hint="SSL_CERT_FILE must name the CA file of a proxy with its own certificate",
+        )
     return NetworkError(
         f"{what}: {address}: {reason}",
         hint=f"without network: fetch {WEIGHTS} and {CONFIG} from {address.rpartition('/')[0]}/ on "

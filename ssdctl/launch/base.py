@@ -6,6 +6,7 @@ subclass of `Engine` as `ENGINE`.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -44,6 +45,7 @@ OUTER_JOB = (
 )  # fmt: skip
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 OUTER_PREFIX = "PET_"
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # for Slurm's own clients
 UNSET_OUTER_JOB = f"unset {' '.join(OUTER_JOB)} ${{!{OUTER_PREFIX}@}}"  # a line of a script
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
@@ -300,8 +302,12 @@ def query(*argv: str) -> str:
 
 
 def _call(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    # A job takes the caller's variables along, but not those of an allocation that it is in.
+    own = {k: v for k, v in os.environ.items() if k in OF_CLUSTER or not k.startswith("SLURM_")}
     # Its output may have any bytes.
-    return subprocess.run(argv, input=text, capture_output=True, encoding="utf-8", errors="replace")
+    return subprocess.run(
+        argv, input=text, capture_output=True, encoding="utf-8", errors="replace", env=own
+    )
 
 
 def last_value(command: Sequence[str], option: str) -> str | None:

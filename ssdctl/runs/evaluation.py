@@ -14,7 +14,14 @@ import msgspec
 
 from ssdctl.data.annotations import ClassName, class_texts
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, msgspec_type, read_limited, reason_of, write_bytes
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_error,
+    msgspec_type,
+    read_limited,
+    reason_of,
+    write_bytes,
+)
 from ssdctl.runtime.safe_text import html_table
 
 MAX_BYTES = 1 << 28
@@ -244,7 +251,9 @@ def read_evaluation(path: Path) -> Evaluation | None:
         return msgspec.json.decode(read_limited(path, MAX_BYTES), type=msgspec_type(Evaluation))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, *DECODE_ERRORS) as error:
+    except OSError as error:
+        raise disk_error(error, path, "reading") from None
+    except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not an evaluation that this version reads: {reason_of(error)}".replace(
                 "`", ""

@@ -382,7 +382,7 @@ def written_at(path: Path) -> float:
 
 
 def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    if RunDir(folder).metrics.is_file():
+    if os.path.isfile(RunDir(folder).metrics):  # noqa: PTH113 - it may be another user's
         yield folder
     elif depth:
         try:

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from ssdctl.errors import Stopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-ENDING = ("SIGTERM", "SIGHUP")  # end commands that do not train as Ctrl-C does, with another code
+# End commands that do not train as Ctrl-C does, with another code; mpirun passes only SIGUSR1 on.
+ENDING = ("SIGTERM", "SIGHUP", "SIGUSR1")
 T = TypeVar("T")
 
 _received: list[int] = []

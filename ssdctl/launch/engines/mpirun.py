@@ -94,6 +94,9 @@ class Mpirun(Engine):
         is_local = config.nodes == 1 and not request.hosts
         options = ["-n", str(request.count), *self._placement(request, node)]
         options += ["--report-bindings", "--allow-run-as-root", *self._ssh(request)]
+        if is_local and "SLURM_JOB_ID" in request.environment:
+            # Else its slots are the allocation's tasks: 1 in an interactive one.
+            options += [self._of_framework(), "ras", "^slurm"]
         if (path := config.hostfile) is not None:
             options += ["--hostfile", f"./{path}" if path.startswith("-") else path]
         address, port, missing = self._meeting_point(request)
@@ -123,9 +126,12 @@ class Mpirun(Engine):
         if IN_AN_MPI_JOB not in request.environment:
             return options
         # As options, because the operator's own variable overrides the manifest's.
-        is_new = self.open_mpi is not None and self.open_mpi >= 5
-        name = ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
-        return [*options, *name, POD_SSH]
+        name = self._of_framework()
+        return [*options, name, f"plm_{'ssh' if name == '--prtemca' else 'rsh'}_args", POD_SSH]
+
+    def _of_framework(self) -> str:
+        """Return the option that sets a parameter of Open MPI's own framework."""
+        return "--prtemca" if self.open_mpi is not None and self.open_mpi >= 5 else "--mca"
 
     def _meeting_point(self, request: LaunchRequest) -> tuple[str, str, str | None]:
         """Return address and port of rank 0, and the option that is missing to know them."""

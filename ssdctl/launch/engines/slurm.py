@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import re
 import shlex
 import time
@@ -38,6 +39,8 @@ from ssdctl.launch.base import (
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
+
+log = logging.getLogger(__name__)
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
 OPTION = re.compile(r"-[^\s=]+(=.*)?", re.DOTALL)
@@ -151,7 +154,7 @@ class Slurm(BatchEngine):
             cores=cores,
             count=request.count,
             resume=f"  {RESUME}\n" if request.resumes_automatically else "",
-            requeue=REQUEUE if slurm.requeue else "",
+            requeue=REQUEUE if slurm.requeue and request.resume is not None else "",  # a training
         )
         warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
         return Job(ARGV, {}, self.name, request.count, config.nodes, text=text, warnings=warnings)
@@ -187,6 +190,9 @@ class Slurm(BatchEngine):
         return shlex.join(["scancel", *_named(job_id)])
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
+        if any(option.startswith(("--array", "-a")) for option in self.settings.options):
+            text = "%s is an array of jobs: only its first one to end is followed"
+            log.warning(text, job_id)
         position, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
         while True:
             line = query("scontrol", "show", "job", "--oneliner", *_named(job_id)).strip()
@@ -202,6 +208,8 @@ class Slurm(BatchEngine):
             if ENDED.match(state):
                 break
             time.sleep(POLL_S)
+        if not Path(fields["StdOut"]).is_file():
+            log.warning("the output of %s cannot be read here: %s", job_id, fields["StdOut"])
         if state == "COMPLETED":
             return 0
         if state.startswith("CANCELLED"):

@@ -45,6 +45,7 @@ class Torchrun(Engine):
     # This machine's address on the route to the rendezvous host; None if all ranks are on one
     # machine, or the job is for other machines.
     local_address: str | None = None
+    is_host: bool = False  # whether the rendezvous is on this machine
     own_index: int | None = None  # of this host in a slice of TPU hosts; None: TorchTPU numbers it
 
     @classmethod
@@ -52,13 +53,14 @@ class Torchrun(Engine):
         """Read PyTorch's version, and the address at which other nodes reach this one."""
         inherited = "leave it out: ranks inherit the environment of the launch on their node"
         config.require_not_given(["launch.export_env"], "is for mpirun", inherited)
-        (host, _), address = _endpoint(request), None
+        (host, _), address, is_host = _endpoint(request), None, False
         if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_written:
             address = address_for_peers(host.strip("[]"))
+            is_host = find_own([host.strip("[]")]) is not None
         workers = request.environment.get(TPU_WORKERS, "").split(",")
         is_slice = request.device == "tpu" and request.config.nodes > 1
         own_index = find_own(request.hosts or workers) if is_slice else None
-        return cls(torch_release(), address, own_index)
+        return cls(torch_release(), address, is_host, own_index)
 
     def require(self) -> None:
         spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
@@ -81,6 +83,7 @@ class Torchrun(Engine):
         defaults = {
             "OMP_NUM_THREADS": str(max(1, (config.cores_per_node or node.local_cores) // ranks)),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+            "PYTHONSAFEPATH": "1",  # `python -m` would import random.py of the working folder
             **variables,
         }
         unset = {k: v for k, v in defaults.items() if k not in request.environment}
@@ -120,6 +123,11 @@ class Torchrun(Engine):
             options += [f"--rdzv-conf=timeout={POD_START_S}"]
         else:
             options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
+            # Nodes start at different times. torchrun compares an address with that of the
+            # machine's name only, often 127.0.1.1.
+            is_host = ",is_host=true" if self.is_host else ""
+            limits = f"join_timeout={POD_START_S},read_timeout={POD_START_S}"
+            options += [f"--rdzv-conf={limits}{is_host}"]
         if self.local_address is not None:
             # torchrun would publish the address of the machine's name, often 127.0.1.1.
             options.append(f"--local-addr={self.local_address}")
