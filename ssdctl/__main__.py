@@ -104,6 +104,7 @@ def run() -> None:
     shorten_waiting()
     if command != "launch":  # its ranks share the quota: they get their own numbers
         limit_threads()
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # of child processes, as above
 
     with recorded_exit() as exit_now:
         if is_training:
