@@ -18,7 +18,7 @@ from conftest import TINY, Cli
 
 import ssdctl
 from ssdctl.errors import UsageError
-from ssdctl.training.observers import Step, Summary
+from ssdctl.training.observers import Step
 
 
 def test_the_package_is_light_and_its_names_are_listed() -> None:
@@ -200,22 +200,6 @@ def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path)
     assert diary.notes == [("Start", 0), ("step", 1), ("failed", 1)]
 
 
-def test_a_trainer_has_a_summary_once_it_is_open(shapes: Path) -> None:
-    class Summarizing(ssdctl.Observer):
-        def on_step(self, step: Step) -> None:
-            summaries.append(trainer.summary())
-
-    summaries = list[Summary]()
-    trainer = ssdctl.Trainer(shapes, out="run", steps=2, observers=[Summarizing()], **TINY)
-    with pytest.raises(UsageError, match="not open"):
-        trainer.summary()
-    trainer.run()
-    assert [s.step for s in (*summaries, trainer.summary())] == [1, 2, 2]
-    assert all(0 < s.images_per_second < 1e6 and 0 <= s.data_wait <= 1 for s in summaries)
-    with pytest.raises(UsageError, match="observers"):
-        ssdctl.Trainer(shapes, observers=Summarizing())  # type: ignore[arg-type]
-
-
 def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
     config = ssdctl.configure(train={"patience": 1})
     for start in range(3):
@@ -223,7 +207,7 @@ def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
             if start == 0:
                 next(iter(trainer))
             evaluation = trainer.evaluate()
-            assert evaluation.about.step == 1
+            assert evaluation.about.step == trainer.summary().step == 1
             assert trainer.evaluate() is evaluation  # the weights are the same
             last = trainer.run() if start == 2 else None
     assert [r["step"] for r in last.metrics if r["kind"] == "eval"] == [1, 2]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +144,3 @@ def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli)
     assert not set("<>&") & set(text)
     (data,) = json.loads(text)["runs"]
     assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
-
-
-def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """The dataset was prepared again without it; the other samples are shown."""
-    folder = tmp_path / "run"
-    data = evaluated(folder, shapes, cli)
-    path = data / "annotations/instances_val2017.json"
-    content = json.loads(path.read_text())
-    removed = content["images"].pop(0)["id"]
-    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != removed]
-    path.write_text(json.dumps(content))
-    cli("prepare", "--data", data, "--no-pack").expect(0)
-    assert report(cli, folder).count("<figure>") == 8
-    path.unlink()
-    shutil.rmtree(data / "prepared")  # now there is no such split
-    assert "None:" in report(cli, folder)

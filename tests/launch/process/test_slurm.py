@@ -211,7 +211,6 @@ def test_a_canceled_job_leaves_no_folder(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
 def test_mpirun_takes_the_slots_of_its_machine_in_an_allocation_of_one_task(tmp_path: Path) -> None:
     (tmp_path / "random.py").touch()  # is not imported
-    words = "launch --cpus 2 --launcher mpirun -- doctor"
-    inside = [sys.executable, "-m", "ssdctl", *words.split()]
-    done = subprocess.run(["salloc", "-n1", "-c2", *inside], cwd=tmp_path, capture_output=True)
+    words = f"salloc -n1 -c2 {sys.executable} -m ssdctl launch --cpus 2 --launcher mpirun -- doctor"
+    done = subprocess.run(words.split(), cwd=tmp_path, capture_output=True)
     assert (done.returncode, done.stdout.count(b"Ready to train")) == (0, 2), done.stderr
