@@ -518,6 +518,6 @@ class SlurmConfig(Section, frozen=True):
     signal_before: Annotated[
         Count, setting("Seconds before the time limit to stop", metavar="S")
     ] = 300
-    requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
+    requeue: Annotated[bool, setting("Requeue a training that reached its time limit")] = True
     options: Annotated[Words, _options("More options for sbatch (--exclusive)")] = ()
     srun_options: Annotated[Words, _options("More options for srun (--mpi=none)")] = ()
