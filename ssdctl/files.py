@@ -18,10 +18,12 @@ import logging
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
@@ -41,7 +43,10 @@ log = logging.getLogger(__name__)
 _DESCRIBING = threading.Lock()
 TEMPORARY_SUFFIX = ".tmp"
 MAX_IN_TEMPORARY = 220  # bytes of its name; file systems take 255
-TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
+TEMPORARY_NAME = re.compile(
+    r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})(?:-([0-9a-f]{4}))?\.tmp", re.DOTALL
+)
+ABANDONED_S = 3600.0  # since the last write of another machine
 # Errors of damaged or deeply nested JSON; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
@@ -152,7 +157,16 @@ def no_follow(path: str | Path, flags: int) -> int:
 
 def _temporary(path: Path) -> Path:
     name = shortened(path.name)
-    return path.with_name(f".{name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    writer = f"{os.getpid()}-{_machine()}"
+    return path.with_name(f".{name}.{os.urandom(6).hex()}.{writer}{TEMPORARY_SUFFIX}")
+
+
+def _machine() -> str:
+    """Return digits for this machine, or container: elsewhere a process id means nothing."""
+    names = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        names.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115 - the text
+    return f"{zlib.crc32(' '.join(names).encode()) & 0xFFFF:04x}"
 
 
 def shortened(name: str) -> str:
@@ -386,17 +400,21 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     """Delete the temporary files of dead writers of `names` (none: all); return their paths.
 
-    Call it before this process writes to the folder, which need not exist: in a restarted pod this
-    process often has the same id as the dead writer.
+    Those of another machine are deleted an hour after the last write. Call it before this process
+    writes to the folder, which need not exist: a dead writer may have had its id.
     """
     removed, names = [], tuple(map(shortened, names))
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         match = TEMPORARY_NAME.fullmatch(path.name)
         if match is None or (names and match[1] not in names):
             continue
-        writer = int(match[2])
-        if writer == os.getpid() or not is_process_running(writer):
-            with contextlib.suppress(OSError):  # it is in nobody's way
+        writer, is_here = int(match[2]), match[3] in (None, _machine())
+        with contextlib.suppress(OSError):  # it is in nobody's way
+            if is_here:
+                is_dead = writer == os.getpid() or not is_process_running(writer)
+            else:
+                is_dead = time.time() - path.stat().st_mtime > ABANDONED_S
+            if is_dead:
                 path.unlink()
                 removed.append(path)
     return removed

@@ -59,10 +59,11 @@ def test_a_killed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path, nam
 def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     living = tmp_path / f".file.{0:012x}.{os.getppid()}.tmp"
     own = tmp_path / f".file.{0:012x}.{os.getpid()}.tmp"  # a dead process had this one's number
-    living.touch()
-    own.touch()
+    elsewhere = tmp_path / f".file.{0:012x}.1-0000.tmp"  # of another machine
+    _ = [path.touch() for path in (living, own, elsewhere)]
     assert remove_stale_temporaries(tmp_path) == [own]
-    assert living.exists()
+    os.utime(elsewhere, (0, 0))
+    assert (remove_stale_temporaries(tmp_path), living.exists()) == ([elsewhere], True)
 
 
 def refuse(number: int, *_: object, **__: object) -> None:

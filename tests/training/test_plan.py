@@ -249,9 +249,8 @@ def test_a_continued_run_keeps_the_schedule_that_was_fitted_to_its_first_steps(i
     assert longer(warmup="7st").warmup_steps == 7
 
     def precision_after(precision: str) -> str:
-        before = first.config.with_value("train.precision", precision)
-        cpu = DEVICE_TYPES["cpu"]
-        return plan_of(train_settings(), images, device=cpu, before=before).precision
+        run = first.config.with_value("train.precision", precision)
+        return plan_of(train_settings(), images, device=DEVICE_TYPES["cpu"], before=run).precision
 
     assert [precision_after("bf16"), precision_after("fp32")] == ["bf16", "fp32"]
     with pytest.raises(UsageError, match="trains in fp16, which device cpu lacks"):
