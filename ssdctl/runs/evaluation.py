@@ -16,10 +16,10 @@ from ssdctl.data.annotations import ClassName, class_texts
 from ssdctl.errors import DataError
 from ssdctl.files import (
     DECODE_ERRORS,
-    disk_error,
     msgspec_type,
     read_limited,
     reason_of,
+    unreadable,
     write_bytes,
 )
 from ssdctl.runtime.safe_text import html_table
@@ -252,7 +252,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise disk_error(error, path, "reading") from None
+        raise unreadable(path, error) from None
     except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not an evaluation that this version reads: {reason_of(error)}".replace(
