@@ -12,7 +12,10 @@ import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # `python -m` searches the working folder first, which may have a random.py.
-    sys.path[:1] = [path for path in sys.path[:1] if path != os.getcwd()]  # noqa: PTH109
+    try:  # noqa: SIM105 - contextlib may be in that folder, too
+        sys.path[:1] = [path for path in sys.path[:1] if path not in ("", os.getcwd())]  # noqa: PTH109
+    except FileNotFoundError:  # it was deleted
+        pass
 
 import contextlib
 import io

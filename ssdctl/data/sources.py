@@ -48,6 +48,7 @@ from ssdctl.runtime.safe_text import counted, printable_line
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 200  # images of a split
+MAX_PLUGIN_BYTES = 1 << 30  # larger files of a plugin's dataset are archives and videos
 # The files of a run are not a dataset's, nor are those of `evaluate --report`.
 RUN_FILES = {"metrics.jsonl", "config.toml"}, {"evaluation.json", "report.html"}
 HASHED_BYTES = 4 << 20
@@ -85,7 +86,9 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
     files = _without_runs(files_below(base), os.path.relpath(store.absolute(), base))
     suffixes = (".json",) if format_name.endswith("-json") else LABEL_SUFFIXES
     if format_name not in built_in():  # a plugin may read any file
-        labels = [name for name in files if not is_image(PurePosixPath(name))]
+        others = [name for name in files if not is_image(PurePosixPath(name))]
+        sizes = zip(others, file_sizes(base, others), strict=True)
+        labels = [name for name, size in sizes if size is not None and size <= MAX_PLUGIN_BYTES]
     else:
         labels = [name for name in files if name.lower().endswith(suffixes) or name == TOML]
     return sorted(os.path.relpath(base / name, folder) for name in labels)
