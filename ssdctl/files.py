@@ -409,7 +409,7 @@ def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
         if match is None or (names and match[1] not in names):
             continue
         writer, is_here = int(match[2]), match[3] in (None, _machine())
-        with contextlib.suppress(OSError):  # it is in nobody's way
+        with contextlib.suppress(OSError):  # the command works with it there, too
             if is_here:
                 is_dead = writer == os.getpid() or not is_process_running(writer)
             else:

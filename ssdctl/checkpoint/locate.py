@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger(__name__)
-KEPT = tuple(
-    f"train.{name}" for name in ("preset", "warmup", "lr_decay", "decay_epochs", "precision")
-)
+KEPT = (
+    "train.preset", "train.warmup", "train.lr_decay", "train.decay_epochs", "train.precision",
+)  # fmt: skip
 Named: TypeAlias = "str | os.PathLike[str] | nn.Module"  # a checkpoint as users give it
 
 

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from ssdctl import files
 from ssdctl.cli.command import Call, command
 from ssdctl.config.fields import COUNTED_DEVICES, DeviceType
-from ssdctl.errors import DistributedError, ExitCode, UsageError
+from ssdctl.errors import DistributedError, ExitCode, Stopped, UsageError
 from ssdctl.runtime import signals
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
@@ -222,6 +222,8 @@ def _submit(
         return 0
     try:
         return engine.follow(job_id, job, call.console.copy)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         call.console.warning(f"{job_id} continues to run; to cancel it: {cancel}")
+        if str(interrupt) in signals.ENDING:  # the same command would submit it again
+            raise Stopped(f"stopped by {interrupt}") from None
         raise

@@ -265,7 +265,7 @@ class _ChunkMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     upright: bool = False
 
 
-def require_images(images: Annotations, split: str, sizes: list[int | None]) -> None:
+def require_image_files(images: Annotations, split: str, sizes: list[int | None]) -> None:
     """Check that every image of a split exists: `sizes` in bytes are None for one that does not."""
     require_image_folder(images.folder, split, images.origin)
     missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
@@ -278,9 +278,9 @@ def require_images(images: Annotations, split: str, sizes: list[int | None]) -> 
 
 
 def check_files(job: ImageCheck, sizes: list[int | None]) -> None:
-    """Check that every image exists, see `require_images`, and that there is enough disk space."""
+    """Check that every image exists (`require_image_files`), and that the disk has enough space."""
     images = job.annotations
-    require_images(images, job.split, sizes)
+    require_image_files(images, job.split, sizes)
     if job.config.pack and job.config.encoding == "raw":
         pixels = index.shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())

@@ -31,7 +31,7 @@ from ssdctl.data.dataset import (
     resolve_images,
 )
 from ssdctl.data.divide import is_held_out
-from ssdctl.data.image_check import require_images
+from ssdctl.data.image_check import require_image_files
 from ssdctl.data.image_files import (
     changed_images,
     relative_folder,
@@ -287,7 +287,7 @@ def count_images(
         require_packed(root, folder, resolved)
     if not has_packed_images(folder):
         for split, (images, sizes) in resolved.items():
-            require_images(images, split, sizes)
+            require_image_files(images, split, sizes)
     annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)

@@ -28,7 +28,9 @@ RECALLS = np.linspace(0, 1, 101)
 MIN_IMAGES = 3  # fewer say nothing about other images
 MAX_IMAGES = 1_000_000  # that are asked for to show a difference
 NO_SPREAD = 1e-9  # margins below it: all draws are equal
-WIDEST = 1.5  # margins, beyond a proportion's interval: more covered no more sets
+# An interval ends at most as far away as this many margins, or as that of a proportion. Wider ones
+# contained the mean of simulated sets no more often.
+WIDEST = 1.5
 MAX_COUNTED = 1 << 20  # draws x detections at a time: 4 MB
 
 

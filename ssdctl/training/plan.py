@@ -279,7 +279,7 @@ def make_plan(
         config = config.with_value("train.batch_size", _measured(largest_batch))
     limits = config.train.limit_train, config.train.overfit
     trainable = min([dataset.trainable, *(limit for limit in limits if limit)])
-    if any(limit and limit > trainable == dataset.trainable for limit in limits):
+    if any(limit and limit > dataset.trainable for limit in limits):
         number = counted(trainable, "image")
         notices += (f"--limit-train or --overfit: only {number} with objects can be trained on",)
     first = Plan(config, out, trainable, ranks.world_size, notices=notices)

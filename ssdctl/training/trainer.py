@@ -254,7 +254,8 @@ class Trainer:
     def _open_evaluator(self, checkpoint: Checkpoint | None) -> None:
         past = self._past_evaluations()
         best_ap = None if checkpoint is None else checkpoint.best_ap
-        if not (self.ranks.is_main and RunDir(self.plan.out).best.exists()):  # or went back from it
+        if not (self.ranks.is_main and RunDir(self.plan.out).best.exists()):
+            # The best weights were deleted, or the run goes on from an earlier step.
             steps = {*map(step_of, self.saver.steps())}
             past, best_ap = [record for record in past if record["step"] in steps], None
         self.evaluator = Evaluator(

@@ -64,6 +64,8 @@ ssdctl.train("broken", out="OUT", **TINY)
 ssdctl.train("shapes", out="OUT", steps=2, init="photo.jpg", **TINY)
 ssdctl.train("shapes", out="photo.jpg", steps=2, **TINY)
 ssdctl.train("shapes", out="OUT", steps=2, observers=[Broken()], **TINY)
+ssdctl.train("shapes", out="OUT", steps=2, observers=Broken(), **TINY)
+ssdctl.Trainer("shapes", out="OUT", **TINY).summary()
 with ssdctl.Trainer("shapes", out="OUT", steps=3, config=ssdctl.configure(train={"deterministic": True}), **TINY) as trainer: next(iter(trainer)), 1 / 0
 ssdctl.load("none.pt", device="cpu")
 ssdctl.load("photo.jpg", device="cpu")
