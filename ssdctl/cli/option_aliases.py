@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +20,19 @@ from ssdctl.errors import UsageError
 
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
-COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
+OUTPUT_ALIASES = ("--output-dir", "--output", "--out", "--dest")
+COMMAND_ALIASES = {"--format": ("--to",)} | dict.fromkeys(OUTPUT_ALIASES, OUTPUT)
 SHARED = {*COMMAND_ALIASES, "--dry-run", "--seed"}  # several commands have them
 JOB_TABLES = ("slurm", "kubernetes")
 MIN_SIMILARITY = 0.75  # of the letters of two options
 # Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="  # template of an option whose value becomes the first argument
-CHECKPOINT_METAVAR = "CKPT"  # of that argument, in commands that accept it as an option
-CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir", "--model")
+# Options that are accepted for the first argument of a command, by its metavar.
+ARGUMENT_ALIASES = {
+    "CKPT": ("--checkpoint", "--weights", "--model-dir", "--model"),
+    "DATASET": ("--data", "--data-dir", "--dataset"),
+}
 
 
 # Of evaluations, which training runs: of their other options, other meanings are likelier.
@@ -171,9 +176,9 @@ class AliasCommand(HelpCommand):
             if target := next((t for t in (*targets, *outputs) if t in own), None):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
-        if arguments and CHECKPOINT_METAVAR in str(arguments[0].metavar):
-            for name in CHECKPOINT_ALIASES:
-                templates.setdefault(name, POSITIONAL)
+        for metavar, names in ARGUMENT_ALIASES.items():
+            if arguments and metavar in re.split(r"\W", str(arguments[0].metavar)):
+                templates |= {name: POSITIONAL for name in names if name not in templates}
         return templates
 
 

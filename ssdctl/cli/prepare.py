@@ -231,7 +231,7 @@ def _example(item: Finding) -> str:
 )
 def export(
     call: Call,
-    root: Annotated[str, Argument(metavar="DIR", help="Dataset folder or file")],
+    root: Annotated[str, Argument(metavar="DATASET", help="Dataset folder or file")],
     to: Annotated[
         Literal["coco", "yolo", "voc", "hf"],
         Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),

@@ -50,7 +50,7 @@ from ssdctl.data.image_files import (
     require_root,
     size_or_none,
 )
-from ssdctl.data.sources import other_dataset, read_sources
+from ssdctl.data.sources import last_store, other_dataset, read_sources
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_utf8
 from ssdctl.runtime.safe_text import counted, quoted, quoted_folder
@@ -223,7 +223,7 @@ def read_and_convert(
 
 def _last_division(root: Path, store: Path) -> Division:
     """Return how a store was divided by the last --split."""
-    store = store if index.last_made(store) else usual_store(root)
+    store = last_store(root, store)
     made = index.last_made(store)
     if made is None or other_dataset(root, store) is not None:
         return UNDIVIDED

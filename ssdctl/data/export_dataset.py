@@ -87,10 +87,11 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     for name, split in splits.items():
         rows = _rows(name, split)
-        if left_out := int(split.usable.sum()) - len(rows):
-            log.info(
-                "%s: images that may show objects but have no box, left out: %d", name, left_out
-            )
+        labeled = np.union1d(split.trainable, split.background)
+        if unlabeled := int(split.usable.sum()) - len(labeled):
+            fate = "left out" if name == "train" else "written as images without objects"
+            text = "%s: images that may show objects but have no box, %s: %d"
+            log.info(text, name, fate, unlabeled)
         if (split.pixel_sizes[rows] < split.sizes[rows]).any():
             log.info(
                 "%s: images and boxes are those of the store, which --shrink made smaller", name

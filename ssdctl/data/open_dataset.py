@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config, PrepareConfig
 from ssdctl.config.fields import Tiling
-from ssdctl.data import TOML, index, is_cached_store, prepare_command, usual_store
+from ssdctl.data import TOML, index, is_cached_store, prepare_command
 from ssdctl.data.annotations import (
     AUTOMATIC,
     MAX_NAMED,
@@ -41,7 +41,13 @@ from ssdctl.data.image_files import (
 from ssdctl.data.index import again_command
 from ssdctl.data.prepare import prepare, require_packed
 from ssdctl.data.report import Outcome
-from ssdctl.data.sources import changes, is_prepared, other_dataset, refuse_store_of_another
+from ssdctl.data.sources import (
+    changes,
+    is_prepared,
+    last_store,
+    other_dataset,
+    refuse_store_of_another,
+)
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.stored_images import config_of, has_packed_images
@@ -113,11 +119,8 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
 
 
 def _last(root: Path, folder: Path) -> Conversion:
-    """Return how the dataset was read the last time.
-
-    The usual store counts as well if the folder cannot be written.
-    """
-    made = index.last_made(folder) or index.last_made(usual_store(root))
+    """Return how the dataset was read the last time."""
+    made = index.last_made(last_store(root, folder))
     if made is None:
         return AUTOMATIC
     if (root / TOML).is_file():  # it takes precedence over the other formats

@@ -35,6 +35,7 @@ from ssdctl.data.image_files import (
     relative_folder,
 )
 from ssdctl.data.store import image_folder
+from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
@@ -230,6 +231,12 @@ def read_sources(path: Path) -> Sources:
     return Sources(
         names[labels], num_bytes[labels], modified_ns[labels], content[labels], unlisted, division
     )
+
+
+def last_store(root: Path, store: Path) -> Path:
+    """Return the store that has the options of the last `prepare`: this one, else the dataset's."""
+    stores = (store, default_store(root), usual_store(root))
+    return next((path for path in stores if index.last_made(path) is not None), store)
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:
