@@ -60,6 +60,7 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
+from ssdctl.runtime.system import memory_error
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 OF_TRAINING = ("model.", "train.")
@@ -259,6 +260,8 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
             problem = f"your locale ({error.encoding}) cannot encode this text"
             hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         return UsageError(f"{text!r}: {problem}", hint=hint)
+    if not isinstance(error, SsdctlError) and (full := memory_error(error)) is not None:
+        return full
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         if written and not error.filename:
             return disk_error(error, written, "writing")

@@ -23,7 +23,7 @@ class Cpu(Device):
     bounds_queue = True
     supports_found_inf = True
     # Raised by PyTorch's and oneDNN's allocators.
-    memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
+    memory_errors = system.MEMORY_ERRORS
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")

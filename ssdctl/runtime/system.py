@@ -22,6 +22,8 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ssdctl.errors import UsageError
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -44,6 +46,11 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Before a waiting thread sleeps; libgomp's default is 300,000.
 SPINS, FEW_SPINS = 10_000, 1_000
+# In errors of torch, of oneDNN, of C++, of the kernel, of the dynamic linker and of Python.
+MEMORY_ERRORS = (
+    "can't allocate memory", "could not create a memory object", "bad_alloc",
+    "cannot allocate memory", "failed to map segment", "can't start new thread",
+)  # fmt: skip
 BUSY = 2.0  # runnable processes per core of the machine
 
 
@@ -178,6 +185,20 @@ def peak_memory_bytes() -> int:
     """Return the largest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_error(error: BaseException | None) -> UsageError | None:
+    """Return the error for one that says that this process can get no more memory, else None."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, MemoryError) or any(t in text.lower() for t in MEMORY_ERRORS):
+            soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+            hint = "request more memory, or use less: a smaller --bs, fewer --workers"
+            if soft != UNLIMITED:
+                hint = f"raise the limit of {soft / 1e9:.1f} GB (ulimit -v), or {hint}"
+            return UsageError(f"memory ran out: {text or 'of Python objects'}", hint=hint)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def is_process_running(process: int) -> bool:

@@ -104,3 +104,16 @@ def test_a_wrong_library_path_is_named(tmp_path: Path, command: list[str]) -> No
         words = checks["data"]["detail"] + checks["data"]["remedy"]
     assert str(library) in words
     assert "LD_LIBRARY_PATH" in words
+
+
+@pytest.mark.parametrize("spare_mb", [20, 200])  # for packages, for the network
+def test_memory_that_runs_out_is_named(spare_mb: int, tmp_path: Path) -> None:
+    limit = (
+        "import resource, sys, torch\nfrom ssdctl.runtime.system import PROC, read_table, table_bytes\n"
+        f"size = table_bytes(read_table(PROC / 'self/status'), 'VmSize') + ({spare_mb} << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size, size))\nfrom ssdctl.__main__ import run\nrun()"
+    )
+    options = ["--fake-data", "--backbone-weights", "none", "--bs", "64", "--workers", "0"]
+    argv = [sys.executable, "-c", limit, "train", *options]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "(ulimit -v)" in done.stderr) == (2, True), done.stderr
