@@ -181,7 +181,8 @@ def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
     from ssdctl.launch.base import make_job, read_node
 
     if job.launcher == "torchrun" and job.nodes > 1:
-        call.console.info("this starts only the ranks of this node: run it on every node")
+        text = "this starts only the ranks of this node: run it on every node within half an hour"
+        call.console.info(text)
     restarts_left = request.config.restarts
     while True:
         call.console.info(job.to_line(with_secrets=False))
