@@ -13,6 +13,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
 from ssdctl.cli.results import name_newest_run
 from ssdctl.config import Config
+from ssdctl.data.store_folder import refuse_in_dataset
 from ssdctl.errors import UsageError
 from ssdctl.exporting import (
     CALIBRATION_IMAGES,
@@ -123,6 +124,8 @@ def export(
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
+    if kind == "openvino":  # its XML file would be among the labels
+        refuse_in_dataset(Path(out))
     checkpoint = checkpoint or name_newest_run(call.console)
     result = export_checkpoint(checkpoint, request, call.config, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
@@ -197,6 +200,8 @@ def push(
     reference = parse_reference(target)
     if out is None:
         hub_package()
+    else:
+        refuse_in_dataset(Path(out))
     about = {"license_id": license_id, "data_license": data_license, "samples": samples}
     is_written = is_model_folder(Path(checkpoint)) and Path(checkpoint, "README.md").is_file()
     if is_written and (out is not None or about != ABOUT):

@@ -5,6 +5,7 @@ Here: where stores are without --store, and the command that prepares one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ STORE_NAME = "prepared"
 def usual_store(root: Path) -> Path:
     """Return the folder of the store in a dataset folder, or next to a file such as data.yaml."""
     return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
+
+
+def cached_store(root: Path) -> Path:
+    """Return the folder of the store in the user's cache, for a dataset that is read-only."""
+    key = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    return cache_folder() / "datasets" / f"{root.resolve().name}-{key}"
 
 
 def is_cached_store(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 MAX_SIDE = 65535  # a JPEG's limit
 UNIT_BOX_PX = 1.5  # a box in fractions of its image is at most 1 x 1
@@ -187,13 +187,12 @@ def _finding(annotations: Annotations, number: int, kind: str, detail: str) -> F
 
 def _check_images(annotations: Annotations) -> None:
     path, sizes = annotations.origin, annotations.sizes
-    for image_id, name in zip(annotations.image_ids, annotations.file_names, strict=True):
-        if not is_plain_name(name):
-            raise DataError(
-                f"{path}: image {image_id}: no file fits {name!r}",
-                hint="copy the images into the dataset folder; or write paths below the split's "
-                "image folder, as in 'a.jpg'",
-            )
+    if absent := [repr(name) for name in annotations.file_names if not is_plain_name(name)]:
+        raise DataError(
+            f"{path}: no file fits {counted(len(absent), 'image')}: {listed(absent, MAX_NAMED)}",
+            hint="copy the images into the dataset folder, remove them from the file, or write "
+            "paths below the split's image folder, as in 'a.jpg'",
+        )
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
         width, height = sizes[row].tolist()
         name = f"image {annotations.image_ids[row]} ({annotations.file_names[row]})"

@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
@@ -38,7 +38,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.divide import UNDIVIDED, Division, divided, next_division
 from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
-from ssdctl.data.formats import Format, built_in, coco, load, recognized
+from ssdctl.data.formats import Format, built_in, coco, head_of, load, recognized
 from ssdctl.data.image_files import (
     ANNOTATION_FOLDERS,
     dataset_folder,
@@ -53,7 +53,7 @@ from ssdctl.data.image_files import (
 from ssdctl.data.sources import last_store, other_dataset, read_sources
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_utf8
-from ssdctl.runtime.safe_text import counted, quoted, quoted_folder
+from ssdctl.runtime.safe_text import counted, listed, quoted, quoted_folder
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_LEVELS = 3  # below a folder, searched for a dataset, for the hint of an error
@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
     if name in splits:
         return splits[name]
-    remedy = "name its images and annotations in dataset.toml"
+    remedy = f"put its labels into a folder or file called {name}, or name them in dataset.toml"
     if name == "train":
         remedy += ", or read a file as training images: --data FILE"
     if name == "val":
@@ -266,7 +266,25 @@ def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annota
     if len(kept) == 1 and len(words.keys() - {None}) > 1:
         found = ", ".join(f"{word}: {words[word]:,}" for word in SPLITS if words[word])
         notes.append(f"the labels name no splits, so {first} has images of all folders ({found})")
+    if lists := _unused_lists(root, kept):
+        text = "lists of images are not used, since the labels name no such splits"
+        notes.append(f"{text}: {listed(lists, MAX_NAMED)}")
     return {**kept, first: kept[first]._replace(notes=[*kept[first].notes, *notes])}
+
+
+def _unused_lists(root: Path, splits: Mapping[str, Annotations]) -> list[str]:
+    """Return lists, such as val.txt, of images that are in another split."""
+    stems = {PurePosixPath(name).stem for part in splits.values() for name in part.file_names}
+    found = []
+    names = files_below(root, MAX_LEVELS) if root.is_dir() else ()
+    for name in (name for name in names if name.endswith(".txt")):
+        stem = PurePosixPath(name).stem
+        if stem not in stems and split_of(stem) not in (None, *splits):
+            line = head_of(root / name).lstrip().partition("\n")[0].strip()
+            words = {PurePosixPath(word).stem for word in (line, line.partition(" ")[0])}
+            words |= {PurePosixPath(line).name}
+            found += [name] * (not words.isdisjoint(stems))
+    return found
 
 
 def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:

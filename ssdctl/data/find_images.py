@@ -56,6 +56,7 @@ STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
 FEW = 8  # files of one stem, which are all looked at
 EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
+NOT_READ = (".heic", ".heif")  # images of phones
 LOCAL_FILES = "/local-files/?d="  # of a URL of Label Studio's server
 SERVED: tuple[str, ...] = (LOCAL_FILES,)  # the lead of its paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
@@ -128,7 +129,10 @@ class ImageFinder:
     ) -> None:
         self.root, self.standard = root, [name.lower() for name in standard]
         self.image_dir = parts_of(nfc(image_dir or ""))
-        found = files_below(root) if files is None else files
+        found = [*(files_below(root) if files is None else files)]
+        if phone_files := {file for file in found if file.lower().endswith(NOT_READ)}:
+            others = {*map(stem_of, phone_files.symmetric_difference(found))}
+            found = [f for f in found if f not in phone_files or stem_of(f) not in others]
         paths = ((file, nfc(file).split("/")) for file in found)
         self.files = {
             file: parts

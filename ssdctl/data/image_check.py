@@ -273,7 +273,7 @@ def require_image_files(images: Annotations, split: str, sizes: list[int | None]
         raise DataError(
             f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {images.origin}",
+            hint=f"copy them there, or remove them from {images.origin}",
         )
 
 

@@ -47,7 +47,7 @@ COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
 # Not EPS, which runs Ghostscript, nor formats that need another program or hold no pixels.
 OTHER_FORMATS = (
     "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "PCX", "SGI", "ICO",
-    "QOI", "DDS", "PSD", "HEIF",
+    "QOI", "DDS", "PSD",
 )  # fmt: skip
 ANIMATED_FORMATS = ("GIF", "WEBP", "AVIF", "PNG", "TIFF")
 NEW_SUBFILE_TYPE, REDUCED_OR_MASK = 254, 0b101  # TIFF's tag of pages that are no other image

@@ -22,9 +22,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import TOML, index, usual_store
+from ssdctl.data import TOML, cached_store, index, is_writable, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
+from ssdctl.data.drawing import is_drawn
 from ssdctl.data.formats import built_in, coco, recognized, yolo
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -35,7 +36,6 @@ from ssdctl.data.image_files import (
     relative_folder,
 )
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import (
     DECODE_ERRORS,
@@ -147,7 +147,7 @@ def unlisted_images(
     Args:
         folders: An image folder and the listed files by the name of the folder in the index.
     """
-    found = []
+    found, in_splits = list[str](), set[str]()
     named = yolo.named_folders(root) if format_name == "yolo" else None
     only = None if named is None else [os.path.realpath(path) for path in named]
     for name, (folder, listed) in folders.items():
@@ -164,7 +164,8 @@ def unlisted_images(
             ]
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
-    return found
+        in_splits.update(f"{prefix}{file}" for file in listed)
+    return [file for file in dict.fromkeys(found) if file not in in_splits]  # folders may overlap
 
 
 def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[str]) -> None:
@@ -235,8 +236,9 @@ def read_sources(path: Path) -> Sources:
 
 def last_store(root: Path, store: Path) -> Path:
     """Return the store that has the options of the last `prepare`: this one, else the dataset's."""
-    stores = (store, default_store(root), usual_store(root))
-    return next((path for path in stores if index.last_made(path) is not None), store)
+    usual = usual_store(root)
+    stores = [usual, cached_store(root)] if is_writable(usual) else [cached_store(root), usual]
+    return next((path for path in (store, *stores) if index.last_made(path) is not None), store)
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:
@@ -313,7 +315,8 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
         return [str(error)]
     except OSError:
         return []
-    new = sorted(set(unlisted).difference(recorded.unlisted))
+    added = sorted(set(unlisted).difference(recorded.unlisted))
+    new = [name for name in added if not is_drawn(folder / name)]
     return [*found, *_said(new, "image file", "new")]
 
 

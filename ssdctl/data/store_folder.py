@@ -7,12 +7,11 @@ own cache; processes of one user are kept apart by the store's lock.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.data import STORE_NAME, TOML, cache_folder, is_writable, usual_store
+from ssdctl.data import STORE_NAME, TOML, cached_store, is_writable, usual_store
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted_folder
@@ -154,9 +153,4 @@ def default_store(root: Path) -> Path:
 
     if folder.exists() and is_prepared(root, folder):
         return folder
-    return cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
-
-
-def _key(root: Path) -> str:
-    """Return hex digits that identify a dataset by its path."""
-    return hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    return cached_store(root)

@@ -156,8 +156,7 @@ def evaluate_folds(
         _require_target(detections_file)
         read = from_first(lambda: [read_model(file) for file in files], ranks)
         _check_folds(read, config)
-        has_data = (c for c in read if dataset_folders(trained_on(c))[0].exists())
-        config = _with_data_of(next(has_data, read[0]), config)
+        config = _with_data_of(read, config)
         how: dict[str, Any] = {"progress": progress, "ranks": ranks, "only_fold": True}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
         found = [part for part in parts if part is not None]
@@ -194,9 +193,14 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
         )
 
 
-def _with_data_of(checkpoint: ModelFile, config: Config) -> Config:
-    """Return the config with the dataset to score a checkpoint on, as if the call named it."""
-    data = choose_data(checkpoint, config)
+def _with_data_of(checkpoints: Sequence[ModelFile], config: Config) -> Config:
+    """Return the config with one dataset to score checkpoints on, as if the call named it.
+
+    It is that of the first one that knows its dataset, which is there.
+    """
+    own = ((c, trained_on(c)) for c in checkpoints)
+    has_data = (c for c, data in own if data.root and dataset_folders(data)[0].exists())
+    data = choose_data(next(has_data, checkpoints[0]), config)
     config = config.with_value("data.root", data.root, of_call("--data"))
     return config.with_value("data.store", data.store)
 
@@ -223,7 +227,8 @@ def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
 def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Comparison | None:
     """Compare two checkpoints, or files of detections, on the same images; None on further ranks.
 
-    The dataset is that of the config, else of the first one that is a checkpoint.
+    The dataset is that of the config, else of the first checkpoint that has one. If one is an ONNX
+    graph, which computes in fp32, so does the other. Each has its own thresholds.
 
     Raises:
         UsageError: They are scored on different images.
@@ -239,16 +244,18 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
         for n, file in files:
             if not _detections_in(file):
                 from ssdctl.checkpoint.file import read_model
+                from ssdctl.checkpoint.format import OnnxGraph
                 from ssdctl.distributed.collectives import from_first
-                from ssdctl.inference.predict import fit_to_graph
 
                 checkpoints[n] = from_first(functools.partial(read_model, file), ranks)
-                config = fit_to_graph(checkpoints[n], config)  # for both
+                if isinstance(checkpoints[n], OnnxGraph):  # for both
+                    config = config.with_defaults({"evaluate.precision": "fp32"})
+        if checkpoints:
+            config = _with_data_of([*checkpoints.values()], config)
         for n, file in files:
             if (checkpoint := checkpoints.get(n)) is None:
                 found[n] = _read_results(file, config)
                 continue
-            config = _with_data_of(checkpoint, config)
             found[n] = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
     first, second = found[0], found[1]
     if first is None or second is None:

@@ -126,7 +126,7 @@ def find_sources(
         elif path.is_dir():
             sources += map(ImageSource, _in_folder(path, recursive))
         elif _is_pattern(name):
-            sources += map(ImageSource, map(Path, _matches(name) or [name]))
+            sources += map(ImageSource, _without_drawn(_matches(name)) or [path])
         else:
             sources.append(ImageSource(path))
     return sources
@@ -160,6 +160,15 @@ def _matches(pattern: str) -> list[str]:
     """Return the files that fit a pattern."""
     found = glob.glob(pattern, recursive=True)  # noqa: PTH207 - Path's takes no absolute pattern
     return sorted(name for name in found if Path(name).is_file())
+
+
+def _without_drawn(names: Sequence[str]) -> list[Path]:
+    """Return the files of a pattern without earlier results, unless these are all that fit it."""
+    paths = [Path(name) for name in names]
+    own = [path for path in paths if not is_drawn(path)]
+    if 0 < len(own) < len(paths):
+        log.info("skipped %s that predict has drawn", counted(len(paths) - len(own), "image"))
+    return own or paths
 
 
 def is_camera(name: str) -> bool:

@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -542,7 +543,7 @@ def check_report(world: World, text: str) -> None:
     lost = [picture for picture in world.pictures if picture.is_missing]
     assert lost, text
     names = {n for p in lost for n in (p.stem, p.split, p.folder, WORDS[p.split])} - {""}
-    assert any(name in nfc(text) for name in names), f"names no missing image: {text}"
+    assert any(name in nfc(unquote(text)) for name in names), f"names no missing image: {text}"
 
 
 def run(

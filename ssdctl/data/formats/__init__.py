@@ -35,6 +35,7 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    nfc,
     split_of,
 )
 from ssdctl.data.coco_json import decode, read_content
@@ -52,11 +53,12 @@ MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
 MIN_COMMAS = 5  # in a line of boxes; a path may have more semicolons
-MAX_JSON_FILES = 50  # of a dataset, that are looked at to recognize a format
+MAX_TRIED_FILES = 50  # of a dataset, that are looked at to recognize a format
 ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
-COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
-ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
+COMMENT = re.compile("<!--.*?-->", re.DOTALL)
+ROOT_ELEMENT = re.compile(r"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class Format(Protocol):
@@ -205,11 +207,13 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
         content = read_limited(path, max_bytes)
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
     # with "<" is in an encoding that could hide them.
-    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if is_utf16 := content.startswith(UTF16_MARKS):
+        content = content.decode("utf-16", "replace").encode()
+    text = content.removeprefix(codecs.BOM_UTF8).lstrip()
     if not text.startswith(b"<") or any(mark in text for mark in FORBIDDEN):
         raise DataError(f"{path}: not plain XML, or it declares a document type")
     try:
-        root = ElementTree.fromstring(content)
+        root = ElementTree.fromstring(content.decode() if is_utf16 else content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise DataError(f"{path}: broken XML: {error}") from None
     for element in root.iter():
@@ -219,37 +223,44 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
 
 def root_element(path: Path) -> str:
     """Return the name of an XML file's root element, by its first bytes; "" if it shows none."""
+    match = ROOT_ELEMENT.search(COMMENT.sub("", head_of(path)))
+    return match[1] if match else ""
+
+
+def head_of(path: Path) -> str:
+    """Return the beginning of a text; empty if it cannot be read.
+
+    It may be UTF-16, which most files must not be: the error that says so needs their format.
+    """
     with contextlib.suppress(OSError), open_regular(path) as file:
-        match = ROOT_ELEMENT.search(COMMENT.sub(b"", file.read(HEAD_BYTES)))
-        return match[1].decode() if match else ""
+        head = file.read(HEAD_BYTES)
+        encoding = "utf-16" if head.startswith(UTF16_MARKS) else "utf-8-sig"
+        return "\n".join(head.decode(encoding, "replace").replace("\r\n", "\n").split("\r"))
     return ""
 
 
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
-    return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
+    return [f for f in files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
 
 
-def _files_near(path: Path, suffix: str, depth: int = 2) -> list[Path]:
+def files_near(path: Path, suffix: str = ".json", depth: int = 2) -> list[Path]:
     """Return a file, or the files in a folder and in folders below, with this suffix."""
     names = files_below(path, depth) if path.is_dir() else ()
     files = [path / name for name in names if name.lower().endswith(suffix)]
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
-def json_files(path: Path, depth: int = 2) -> list[Path]:
-    """Return a file, or the JSON files in a folder and below."""
-    return _files_near(path, ".json", depth)
-
-
-def some_json_files(path: Path, usual: Sequence[str], depth: int = 2) -> list[Path]:
-    """Return some of the JSON files: those with usual names, then the first ones of each folder."""
+def some_files_near(
+    path: Path, usual: Sequence[str], suffix: str = ".json", depth: int = 2
+) -> list[Path]:
+    """Return some of those files: with usual names, then the first ones of each folder."""
     seen = Counter[Path]()
     order = list[tuple[bool, int, Path]]()
-    for file in json_files(path, depth):
+    for file in files_near(path, suffix, depth):
         seen[file.parent] += 1
         order.append((file.name not in usual, seen[file.parent], file))
-    return [file for *_, file in sorted(order)[:MAX_JSON_FILES]]
+    return [file for *_, file in sorted(order)[:MAX_TRIED_FILES]]
 
 
 def with_words(files: Iterable[Path], *words: bytes) -> list[Path]:
@@ -273,9 +284,7 @@ def _has(path: Path, words: Sequence[bytes]) -> bool:
 
 def is_list(path: Path) -> bool:
     """Return whether a JSON file is a list, by its first character."""
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        return file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return False
+    return head_of(path).lstrip().startswith("[")
 
 
 def read_json(path: Path, kind: type[T], format_name: str) -> T:
@@ -358,8 +367,8 @@ def from_files(
 
 
 def csv_header(path: Path) -> list[str]:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        line = file.readline(HEAD_BYTES).decode("utf-8-sig", "replace")
+    line = head_of(path).partition("\n")[0]
+    with contextlib.suppress(csv.Error):  # not text
         reader = csv.reader([line], delimiter=delimiter_of(line), skipinitialspace=True)
         return [word.strip() for word in next(reader, [])]
     return []
@@ -409,7 +418,7 @@ def by_split(
     if len(files) == 1 or None not in splits.values():
         names_of = dict[Path, Collection[str]]()  # which are not needed
     else:
-        names_of = {file: images_of(file) for file in files}
+        names_of = {file: {*map(nfc, images_of(file))} for file in files}
     placed = {name for file, split in splits.items() if split for name in names_of.get(file, ())}
     chosen = dict[str, Path]()
     for file, split in splits.items():

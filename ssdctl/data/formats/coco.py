@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from ssdctl.config.resolve import read_toml
 from ssdctl.data import TOML
 from ssdctl.data.annotations import (
+    MAX_NAMED,
     SPLITS,
     UNLISTED,
     Annotations,
@@ -48,15 +49,17 @@ from ssdctl.data.coco_json import (
     repeated_table,
 )
 from ssdctl.data.find_images import STANDARD
-from ssdctl.data.formats import ROTATED, turned
+from ssdctl.data.formats import ROTATED, some_files_near, turned
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
+from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
 WRITTEN_BY_SSDCTL = "ssdctl_"
+COCO_TASKS = ("captions_", "panoptic_", "person_keypoints_", "stuff_")  # files of COCO's own
 
 
 def recognize(path: Path) -> Path | None:
@@ -77,7 +80,20 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     if image_dir is not None:
         folder = [dataset_folder(path) / image_dir]
         splits = {split: files._replace(images=folder) for split, files in splits.items()}
-    return read_files(splits)
+    annotations = read_files(splits)
+    if others := [] if path.is_file() or (path / TOML).is_file() else _not_read(path, splits):
+        first = next(iter(annotations))
+        note = f"files in COCO's format that are not read: {listed(others, MAX_NAMED)}"
+        notes = [*annotations[first].notes, note]
+        annotations[first] = annotations[first]._replace(notes=notes)
+    return annotations
+
+
+def _not_read(root: Path, splits: Mapping[str, SplitFiles]) -> list[Path]:
+    used = {files.annotations for files in splits.values()}
+    files = [file for file in some_files_near(root, LOOKED_FOR) if file not in used]
+    files = [file for file in files if not file.name.startswith((WRITTEN_BY_SSDCTL, *COCO_TASKS))]
+    return [file.relative_to(root) for file in files if is_coco_file(file)]
 
 
 def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
@@ -281,15 +297,13 @@ def exported_splits(root: Path) -> dict[str, SplitFiles]:
     """Return the splits of a labeling tool's COCO export; empty if there is none."""
     files = _coco_files(root)
     by_split: dict[str, Path] = {}
-    for file in files:
-        split = split_of(file.relative_to(root).as_posix())
-        split = split or ("train" if len(files) == 1 else "")
-        if not split or by_split.setdefault(split, file) != file:
+    for split, file in ((split_of(file.relative_to(root).as_posix()), file) for file in files):
+        if by_split.setdefault(split or "train", file) != file:
             named = ", ".join(str(file.relative_to(root)) for file in files)
             raise DataError(
                 f"{root}: several annotation files, not one for each split: {named}",
                 hint="give one: --data FILE, or name them in a dataset.toml "
-                "([train] and [val], each with images and annotations)",
+                "([train], [val] and [test], each with images and annotations)",
             )
     if by_split.keys() <= {"test"}:
         return {}

@@ -13,11 +13,11 @@ import msgspec
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
 from ssdctl.data.formats import (
+    files_near,
     from_files,
     is_list,
-    json_files,
     read_json,
-    some_json_files,
+    some_files_near,
     with_words,
 )
 from ssdctl.data.image_files import dataset_folder
@@ -47,7 +47,7 @@ class _Image(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_exports(some_json_files(path, LOOKED_FOR))), None)
+    return next(iter(_exports(some_files_near(path, LOOKED_FOR))), None)
 
 
 def _exports(files: list[Path]) -> list[Path]:
@@ -60,7 +60,7 @@ def _exports(files: list[Path]) -> list[Path]:
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
-    root, notes, files = dataset_folder(path), list[str](), _exports(json_files(path))
+    root, notes, files = dataset_folder(path), list[str](), _exports(files_near(path))
     if not files:
         raise DataError(f"{path}: no JSON file of Create ML (a list of images with annotations)")
     return from_files(root, {file: _images(file) for file in files}, image_dir, notes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,9 +31,11 @@ from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.formats import (
     ROTATED,
     by_split,
+    files_near,
     numbers,
     read_xml,
     root_element,
+    some_files_near,
     turned,
     whole_number,
 )
@@ -51,17 +54,16 @@ _Frame = tuple[
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_files(path)), None)
+    return next(iter(_own(some_files_near(path, LOOKED_FOR, ".xml"))), None)
 
 
-def _files(path: Path) -> list[Path]:
-    files = [path] if path.is_file() else sorted(path.glob("*.xml"))
-    return [f for f in files if f.suffix.lower() == ".xml" and root_element(f) == "annotations"]
+def _own(files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if root_element(file) == "annotations"]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
-    root, files, notes = dataset_folder(path), _files(path), list[str]()
+    root, files, notes = dataset_folder(path), _own(files_near(path, ".xml")), list[str]()
     if not files:
         raise DataError(f"{path}: no XML file of CVAT (looked for annotations.xml)")
     counts: Counter[str] = Counter()

@@ -1,7 +1,8 @@
 """Read LabelMe's JSON files: one per image, beside it or in a folder of its own.
 
 Rectangles are read, and polygons, masks and circles by their extent. Points and lines are counted
-and left out. A word such as train or val in the folder gives the split.
+and left out. Shapes that X-AnyLabeling marks as difficult are crowds. A word such as train or val
+in the folder gives the split.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import posixpath
 from collections import Counter
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -25,7 +27,7 @@ from ssdctl.data.annotations import (
     without_copies,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted, stem_of
-from ssdctl.data.formats import around, read_json, some_json_files, with_words
+from ssdctl.data.formats import around, read_json, some_files_near, with_words
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads
 from ssdctl.errors import DataError
 
@@ -39,6 +41,7 @@ class _Shape(msgspec.Struct):
     label: str | int | None
     points: list[tuple[float, float]]
     shape_type: str | None = "polygon"  # absent in old files
+    difficult: Any = False  # of X-AnyLabeling, as in Pascal VOC
 
 
 class _File(msgspec.Struct):
@@ -49,7 +52,7 @@ class _File(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    files = some_json_files(path, LOOKED_FOR, MAX_DEPTH)
+    files = some_files_near(path, LOOKED_FOR, depth=MAX_DEPTH)
     return next(iter(with_words(files, *WORDS)), None)
 
 
@@ -123,7 +126,7 @@ def _labeled(path: Path, content: _File, image: str, counts: Counter[str]) -> La
         except ValueError:
             raise DataError(f"{path}: a {shape.shape_type} without its points") from None
         if box is not None and label:
-            boxes.append(box)
+            boxes.append(box._replace(is_crowd=shape.difficult is True))
         else:
             counts[f"{shape.shape_type} shapes" if box is None else "shapes without a label"] += 1
     is_complete = len(boxes) == len(content.shapes)

@@ -41,23 +41,26 @@ def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
     header = next(rows)[1]
     images: dict[str, LabeledImage] = {}
     num_unlabeled = 0
+    if unused := [name for name in header if name not in COLUMNS]:
+        notes.append(f"{file.name}: columns that are not read: {', '.join(unused)}")
     for location, row in rows:
         if not any(row):
             continue
         try:
             values = dict(zip(header, row, strict=True))
             width, height = (whole_number(values[key], location) for key in COLUMNS[1:3])
-            left, top, right, bottom = numbers([values[key] for key in COLUMNS[4:]])
+            sides = [values[key] for key in COLUMNS[4:]]  # all empty: an image without objects
+            boxes = [numbers(sides)] if any((values["class"], *sides)) else []
         except (ValueError, KeyError):
             raise DataError(f"{location}: expected {', '.join(COLUMNS)}") from None
         name = values["filename"]
         image = images.setdefault(name, LabeledImage(name, width, height, []))
         if (image.width, image.height) != (width, height):
             raise DataError(f"{location}: {name} has another size than before")
-        if values["class"]:
+        for left, top, right, bottom in boxes if values["class"] else ():
             box = LabeledBox(values["class"], left, top, right - left, bottom - top)
             image.boxes.append(box)
-        else:
+        if boxes and not values["class"]:
             images[name] = image._replace(is_complete=False)
             num_unlabeled += 1
     if num_unlabeled:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.formats import (
     around,
     by_split,
+    files_near,
     from_upright_images,
-    json_files,
     read_json,
-    some_json_files,
+    some_files_near,
     with_words,
 )
 from ssdctl.data.image_files import dataset_folder
@@ -50,12 +50,17 @@ class _Image(msgspec.Struct):
         return self.regions.values() if isinstance(self.regions, dict) else self.regions
 
 
-class _Project(msgspec.Struct, rename={"images": "_via_img_metadata"}):
-    images: dict[str, _Image]
+class _Attribute(msgspec.Struct):
+    options: dict[str, Any] = {}  # of a dropdown, radio buttons or checkboxes: id and text
+
+
+class _Project(msgspec.Struct):
+    images: dict[str, _Image] = msgspec.field(name="_via_img_metadata")
+    attributes: dict[str, dict[str, _Attribute]] = msgspec.field(name="_via_attributes", default={})
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_exports(some_json_files(path, LOOKED_FOR))), None)
+    return next(iter(_exports(some_files_near(path, LOOKED_FOR))), None)
 
 
 def _exports(files: list[Path]) -> list[Path]:
@@ -65,7 +70,7 @@ def _exports(files: list[Path]) -> list[Path]:
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
-    root, files, notes = dataset_folder(path), _exports(json_files(path)), list[str]()
+    root, files, notes = dataset_folder(path), _exports(files_near(path)), list[str]()
     if not files:
         raise DataError(f"{path}: no JSON file of VIA (looked for via_region_data.json)")
     contents = {file: _content(file) for file in files}
@@ -85,8 +90,21 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
 
 def _content(file: Path) -> list[_Image]:
     if with_words([file], PROJECT):
-        return [*read_json(file, _Project, "via-json").images.values()]
+        project = read_json(file, _Project, "via-json")
+        images = [*project.images.values()]
+        for name, attribute in project.attributes.get("region", {}).items():
+            for region in (region for image in images for region in image.all_regions()):
+                value = region.region_attributes.get(name)
+                region.region_attributes[name] = _with_texts(value, attribute.options)
+        return images
     return [*read_json(file, dict[str, _Image], "via-json").values()]
+
+
+def _with_texts(value: Any, options: Mapping[str, Any]) -> Any:
+    """Return the value of an attribute with texts instead of the ids of options."""
+    if isinstance(value, dict):
+        return {_with_texts(name, options): is_set for name, is_set in value.items()}
+    return options.get(value) or value if isinstance(value, str) else value
 
 
 def _attribute(file: Path, images: Iterable[_Image]) -> str | None:

@@ -62,9 +62,10 @@ class _Xml(NamedTuple):
     """An XML file below the dataset folder, and the split that its list or its folder gives."""
 
     path: PurePosixPath
-    top: PurePosixPath | None  # the folder to which the name in its list is relative
-    split: str | None
+    top: PurePosixPath | None  # Annotations; None: no list names it
+    name: str  # of a list, relative to that
     exists: bool = True
+    split: str | None = None
 
 
 class _Content(NamedTuple):
@@ -165,46 +166,107 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
     bases = {base for folder in by_folder for base in (folder, *folder.parents)}
     for base in sorted(base for base in bases if (root / base / "ImageSets").is_dir()):
         below = [folder for folder in by_folder if folder.is_relative_to(base)]
-        tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
-        top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
-        paths = {
-            nfc(path.relative_to(top).with_suffix("").as_posix()): path
-            for found in by_folder.values()
-            for path in found
-            if path.is_relative_to(top)
-        }
-        splits = _splits(root / base / "ImageSets", {*paths}, finder, notes)
+        listable = _Listable(base, [path for folder in below for path in by_folder[folder]], finder)
+        splits = _splits(root / base / "ImageSets", listable, finder, notes)
         if splits:
             rest = [folder for folder in rest if folder not in below]
-        for split, stems in splits.items():
-            for stem in stems:
-                path = paths.get(stem)
-                xmls.append(_Xml(path or top / f"{stem}.xml", top, split, path is not None))
+        found = listable.find({name for names in splits.values() for name in names})
+        for split, names in splits.items():
+            xmls += [found[name]._replace(split=split) for name in names]
     if empty := [xml for xml in xmls if not xml.exists]:
-        number = f"{len(empty):,}, such as {empty[0].path.stem}"
+        number = f"{len(empty):,}, such as {empty[0].name}"
         notes.append(
             f"images of the lists without an XML file, read as images without objects: {number}"
         )
     for folder in rest:
-        xmls += [
-            _Xml(path, None, split_of(folder.as_posix())) for path in sorted(by_folder[folder])
-        ]
+        word = split_of(folder.as_posix())
+        xmls += [_Xml(path, None, "", split=word) for path in sorted(by_folder[folder])]
     return xmls
 
 
-def _splits(
-    lists: Path, names: set[str], finder: ImageFinder, notes: list[str]
-) -> dict[str, list[str]]:
-    """Return the stems of each split's images; none if there are no lists.
+class _Listable:
+    """The XML files that the lists of a folder may name."""
 
-    `names` are those of the XML files, without suffix.
-    """
+    def __init__(self, base: PurePosixPath, paths: list[PurePosixPath], finder: ImageFinder):
+        self._finder, self._base = finder, base
+        tops = {self._top(path) for path in paths}
+        ordered = sorted(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
+        self.top = ordered[0]
+        self._by_name: dict[str, PurePosixPath] = {}  # relative to Annotations, without suffix
+        self._by_stem: dict[str, list[PurePosixPath]] = {}
+        for path in sorted(paths, key=lambda path: (ordered.index(self._top(path)), path)):
+            self._by_name.setdefault(self._below(path), path)
+            self._by_stem.setdefault(nfc(path.stem), []).append(path)
+
+    def __contains__(self, name: str) -> bool:
+        return self._by_path(name) is not None
+
+    def find(self, names: set[str]) -> dict[str, _Xml]:
+        """Return the XML file of each name.
+
+        If no path is equal, it is the only one of this stem, if there is only one such image.
+        """
+        found = {name: path for name in names if (path := self._by_path(name)) is not None}
+        taken, ambiguous = {*found.values()}, list[str]()
+        for name in names - {*found}:
+            images = [
+                _name(path) for path in map(PurePosixPath, self._finder.with_stem(_base(name)))
+            ]
+            files = [file for file in self._by_stem.get(_base(name), ()) if file not in taken]
+            if len(images) > 1:
+                files = [file for file in files if not self._is_of_other(file, name, images)]
+            if len(files) == 1 and len(images) <= 1:
+                found[name] = files[0]
+            elif files:
+                ambiguous.append(f"{name} ({files[0]}?)")
+        hint = "write the path below Annotations into the list, without suffix"
+        refuse(
+            self._finder.root, "names in lists that may be of XML files elsewhere", ambiguous, hint
+        )
+        absent = {name: _Xml(self.top / f"{name}.xml", self.top, name, False) for name in names}
+        return absent | {
+            name: _Xml(path, self._top(path), self._below(path) if name in self else name)
+            for name, path in found.items()
+        }
+
+    def _by_path(self, name: str) -> PurePosixPath | None:
+        """Return the XML file of a path below Annotations, JPEGImages or the folder of both."""
+        if name in self._by_name:
+            return self._by_name[name]
+        folder, _, below = name.partition("/")
+        path = self._by_name.get(below)
+        if path is None or self._top(path) == self._base / folder:
+            return path
+        files = map(PurePosixPath, self._finder.with_stem(_base(name)))
+        return path if (self._base / name).as_posix() in map(_name, files) else None
+
+    def _is_of_other(self, path: PurePosixPath, name: str, images: list[str]) -> bool:
+        """Return whether an XML file in a folder is that of an image in a folder of this name."""
+        below = self._below(path)
+        own = (f"/{image}" for image in images if f"/{image}".endswith(f"/{below}"))
+        return "/" in below and any(not image.endswith(f"/{name}") for image in own)
+
+    def _below(self, path: PurePosixPath) -> str:
+        return _name(path.relative_to(self._top(path)))
+
+    def _top(self, path: PurePosixPath) -> PurePosixPath:
+        return self._base.joinpath(*path.parent.relative_to(self._base).parts[:1])
+
+
+def _name(path: PurePosixPath) -> str:
+    return nfc(path.with_suffix("").as_posix())
+
+
+def _splits(
+    lists: Path, listable: _Listable, finder: ImageFinder, notes: list[str]
+) -> dict[str, list[str]]:
+    """Return the names of each split's images; none if there are no lists."""
     if (lists / "Main").is_dir():
         lists /= "Main"
     stems: dict[str, list[str]] = {}
     for path in sorted(lists.glob("*.txt")):
         if word := LISTS.get(path.stem.lower()):
-            listed = [*stems.get(word, ()), *_stems(path, names, finder)]
+            listed = [*stems.get(word, ()), *_stems(path, listable, finder)]
             stems[word] = list(dict.fromkeys(listed))
     if {"train", "trainval", "default"}.isdisjoint(stems):
         refuse(
@@ -218,27 +280,51 @@ def _splits(
     splits = {"train": train + stems.get("default", [])}
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
-    if not names.isdisjoint(stems.get("test", [])):
+    if any(xml.exists for xml in listable.find({*stems.get("test", [])}).values()):
         splits["test"] = stems["test"]  # VOC2012's test list is public, its XML files are not
     notes += [f"{lists}: the list of {split} is empty" for split in splits if not splits[split]]
     return splits
 
 
-def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
-    """Return the name in each line: lists of one class have a flag, a number, after it."""
+def _stems(path: Path, listable: _Listable, finder: ImageFinder) -> list[str]:
+    """Return the name in each line: lists of one class have a flag, a number, after it.
+
+    Names with the suffix of an image or an XML file, or with both files, are accepted.
+    """
+
+    def is_name(text: str) -> bool:
+        return text in listable or bool(finder.with_stem(_base(text)))
+
     words = []
     for _, line in read_lines(path, MAX_LIST_BYTES):
         line = nfc(line.strip())
-        if line in names or finder.with_stem(line.rpartition("/")[2]):
-            words.append(line)
-        elif line.startswith("#"):
-            continue
+        word = re.sub(r"(\s+-?\d+)+$", "", line)
+        image, xml = map(_stem, _pair(word))
+        names = (line, word, xml if xml in listable else image)
+        if name := next(filter(is_name, names), ""):
+            words.append(name)
         elif line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
             words.append(line.split('"')[1])
-        else:
-            words.append(re.sub(r"(\s+-?\d+)+$", "", line))
+        elif not line.startswith("#"):
+            words.append(word)
     refuse(path, "not plain names", [word for word in words if not is_plain_name(word)])
     return words
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return both paths of `JPEGImages/a.jpg Annotations/a.xml`; of other text twice the text."""
+    gaps = (gap.span() for gap in re.finditer(r"\s+", text))
+    pairs = ((text[:start], text[end:]) for start, end in gaps)
+    same = (pair for pair in pairs if len({_base(_stem(path)) for path in pair}) == 1)
+    return next(same, (text, text))
+
+
+def _stem(path: str) -> str:
+    return path[:-4] if path.lower().endswith(".xml") else stem_of(path)
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _find_images(
@@ -251,11 +337,7 @@ def _find_images(
     by_file = iter(finder.of_label_files([xml.path for xml in xmls if xml.top is None]))
     for xml, (folder, image, _) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
-        if xml.top is None:
-            entry = next(by_file)
-        else:
-            path = xml.path.with_suffix("").relative_to(xml.top)
-            entry = Wanted(path.as_posix(), xml.top.as_posix())
+        entry = next(by_file) if xml.top is None else Wanted(xml.name, xml.top.as_posix())
         size = (image.width, image.height)
         entry = entry._replace(size=size, is_label_file=True, folder=folder)
         stem = stem_of(name.name)

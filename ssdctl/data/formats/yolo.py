@@ -31,7 +31,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted, parts_of
-from ssdctl.data.formats import in_pixels, read_lines, with_words
+from ssdctl.data.formats import head_of, in_pixels, read_lines, with_words
 from ssdctl.data.image_files import (
     dataset_folder,
     files_below,
@@ -154,9 +154,10 @@ def has_boxes(path: Path, *, in_pixels: bool = False) -> bool:
     Args:
         in_pixels: The box may be in pixels, which is refused with an explanation later.
     """
-    with contextlib.suppress(OSError, ValueError, OverflowError):
-        words = read_text(path, MAX_LABEL_BYTES).lstrip().split("\n", 1)[0].split()
-        index, *numbers = (float(word) for word in words)
+    with contextlib.suppress(ValueError, OverflowError):
+        line, end, _ = head_of(path).lstrip().partition("\n")
+        words = line.split()
+        index, *numbers = map(float, words if end else words[: max(len(words) - 1, 5)])  # cut
         return (
             index == int(index) >= 0
             and len(numbers) >= 4

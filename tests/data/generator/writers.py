@@ -230,8 +230,10 @@ def voc(world: World, tree: Tree, images: str, labels: str, lists: str = "") -> 
         stems = []
         for picture in world.of(split):
             path = tree.image(placed(images, split, picture, picture.suffix), picture)
-            stems.append(f"{picture.folder}/{picture.stem}".lstrip("/"))
             label = placed(labels, split, picture, suffix)
+            names = {"paths": path, "pairs": f"{path} {label}"}
+            stem = f"{picture.folder}/{picture.stem}".lstrip("/")
+            stems.append(next((names[flag] for flag in names if flag in world.flags), stem))
             if picture.things or not (lists and "no empty files" in world.flags):
                 folder = posixpath.dirname(path).rpartition("/")[2]
                 tree.write(label, voc_xml(picture, folder, world))
@@ -356,8 +358,9 @@ def tf_csv(world: World, tree: Tree, images: str, labels: str) -> None:
             name = path if "from the root" in world.flags else picture.name
             if "other machine" in world.flags:
                 name = f"C:\\me\\{path}".replace("/", "\\")
-            for thing in picture.things:
-                rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
+            size = (picture.width, picture.height)
+            boxes = [(thing.name, *corners(thing)) for thing in picture.things]
+            rows += [(name, *size, *box) for box in boxes or [[""] * 5]]
         tree.write(named(labels, split), csv_table(world, rows))
         everything += rows[1:]
     names = [picture.name for picture in world.pictures]
@@ -405,15 +408,18 @@ def via_json(world: World, tree: Tree) -> None:
                 if "polygons" in world.flags:
                     xs, ys = [left, right, right, left], [top, top, bottom, bottom]
                     shape = {"name": "polygon", "all_points_x": xs, "all_points_y": ys}
-                attributes = {"name": thing.name}
+                number = str(world.classes.index(thing.name))
+                attributes = {"name": number if "options" in world.flags else thing.name}
                 regions.append({"shape_attributes": shape, "region_attributes": attributes})
             size = file.stat().st_size if file.is_file() else 0
             entry = {"filename": picture.name, "size": size, "file_attributes": {}}
             numbered = {str(n): region for n, region in enumerate(regions)}  # version 1
             entry["regions"] = numbered if "version 1" in world.flags else regions
             entries[f"{picture.name}{size}"] = entry
-        content = {"_via_settings": {}, "_via_img_metadata": entries, "_via_attributes": {}}
-        project = "project" in world.flags
+        menu = {"type": "radio", "options": {str(n): name for n, name in enumerate(world.classes)}}
+        content = {"_via_settings": {}, "_via_img_metadata": entries}
+        content["_via_attributes"] = {"region": {"name": menu}} if "options" in world.flags else {}
+        project = {"project", "options"} & world.flags
         tree.write(f"{split}/via_region_data.json", json.dumps(content if project else entries))
 
 
@@ -427,7 +433,7 @@ def labelme_json(world: World, tree: Tree, images: str, labels: str) -> None:
             shapes = []
             for thing in picture.things:
                 left, top, right, bottom = corners(thing)
-                shape = {"label": thing.name, "group_id": None, "flags": {}}
+                shape = {"label": thing.name, "difficult": thing.is_crowd, "flags": {}}
                 points = [[right, bottom], [left, top]]  # drawn from any corner
                 if "polygons" in world.flags:
                     points = [[left, top], [right, top], [(left + right) / 2, bottom]]
@@ -484,16 +490,18 @@ _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
 _VOC = Layout(
     ("no folder", "no filename", "upper case", "foreign files", "namespace", "turned"), crowds=True
 )
-_VOC_LISTS = _with(_VOC, "no empty files", shared=True)
+_VOC_LISTS = _with(_VOC, "no empty files", "paths", "pairs", shared=True)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
 _VOC_WORDS = _VOC._replace(named=False, splits=_ONE)
 _VOC_FLAT = _VOC._replace(named=False, folders=False)
-_CSV = Layout(("quoted", "semicolons", "all", "other machine"), empties=False)
+_CSV = Layout(("quoted", "semicolons", "all", "other machine"))
 _CSV_FLAT = _CSV._replace(flags=("quoted", "semicolons"), folders=False)
 _RETINANET = Layout(("semicolons", "header", "reversed"), "unturned", classes="all")
 _KITTI = Layout(("scores",), "stored", named=False)
 _OPEN_IMAGES = Layout(("quoted", "semicolons", "suffixes"), "upright", named=False, crowds=True)
-_LABELME = Layout(("polygons", "large", "turned"), named=False, views="either, else upright")
+_LABELME = Layout(
+    ("polygons", "large", "turned"), named=False, views="either, else upright", crowds=True
+)
 
 
 _FORMATS = (coco, yolo, voc, cvat_xml, openimages, kitti, tf_csv, retinanet_csv, via_json)
@@ -542,7 +550,7 @@ _PLACES: Mapping[str, tuple[Any, ...]] = {
     "tf-csv: roboflow": (_CSV_FLAT, "{word}", "{word}/_annotations.csv"),
     "retinanet-csv": (_with(_RETINANET, "from the root"), "{split}", "{split}.csv"),
     "retinanet-csv: roboflow": (_RETINANET, "{word}", "{word}/_annotations.csv"),
-    "via-json": (Layout(("polygons", "version 1", "project"), "unturned"),),
+    "via-json": (Layout(("polygons", "version 1", "project", "options"), "unturned"),),
     "labelme-json": (_with(_LABELME, "backslashes"), "{split}", "{split}"),
     "labelme-json: apart": (_LABELME, "images/{split}", "labels/{split}"),
     "createml-json": (Layout(("old keys",), "unturned"),),
