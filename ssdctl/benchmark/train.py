@@ -38,8 +38,8 @@ from ssdctl.training.step import TrainStep, build_step
 log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1
 CHANNELS, SIDE = 256, 38  # of SSD300's largest map: the convolution that shows the peak
-SIZES = {"cpu": (2048, 8)}  # sides of the matrices, and images of the convolution
-ACCELERATOR_SIZES = (8192, 256)
+# Sides of the matrices, and images of the convolution, on the host and on an accelerator.
+HOST_SIZES, ACCELERATOR_SIZES = (2048, 8), (8192, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
 CHECK_EVERY = 10  # steps
@@ -225,7 +225,7 @@ def train_flops(architecture: Architecture) -> float:
 def peak_flops(device: Device, precision: str) -> float:
     """Return the practical peak in FLOP/s: of a large matrix product or convolution, the faster."""
     place, dtype = device.torch_device, DTYPES[precision]
-    size, batch = SIZES.get(device.name, ACCELERATOR_SIZES)
+    size, batch = HOST_SIZES if device.is_host else ACCELERATOR_SIZES
     a = torch.randn(size, size, device=place).to(dtype)
     layout = torch.channels_last
     x, w = (

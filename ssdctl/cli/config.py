@@ -20,7 +20,7 @@ from ssdctl.config.resolve import (
 )
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.errors import UsageError
-from ssdctl.files import write_text
+from ssdctl.files import has_content, write_text
 from ssdctl.runtime.safe_text import quoted
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def init(
     Uncomment a line to change a setting.
     """
     path = Path(file)
-    if path.exists() and not force:
+    if has_content(path, "FILE") and not force:
         raise UsageError(f"{path}: already exists", hint="use --force to overwrite it")
     write_text(path, render.to_template_toml(call.config))
     call.console.result({"file": file}, f"wrote {file}")

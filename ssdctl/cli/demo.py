@@ -78,7 +78,10 @@ def demo(
     run_stage("evaluate", str(RunDir(run).best))
     run_stage("report", str(run))
     images = held_out_images(data)
-    run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
+    drawn = ["--out", str(folder / "drawn")]
+    if call.config.predict.save is not None:  # of ssdctl.toml: the images are drawn
+        drawn += ["--set", "predict.save="]
+    run_stage("predict", str(run), *map(str, images), *drawn)
     write_contact_sheet([folder / "drawn" / image.name for image in images], sheet)
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
 

@@ -52,7 +52,8 @@ def runs(
     lines = folds_text([Run(row["path"]) for row in rows if row.get("fold")])
     call.console.result(rows, (lambda: _table(rows, lines)) if rows else f"{folder}: no runs")
     if rows:
-        call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
+        intact = [row["path"] for row in rows if not row["state"].startswith("broken")]
+        call.console.closing([], [f"ssdctl report {quoted(path)}" for path in intact[:1]])
 
 
 def _row(path: Path) -> dict[str, Any]:

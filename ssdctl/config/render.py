@@ -65,8 +65,8 @@ def default_lines() -> dict[str, str]:
 def to_template_toml(config: Config) -> str:
     """Return a template config file: each setting's help and value as comments.
 
-    Only values from options are active. The file changes nothing else until it is edited, and what
-    stays a comment follows the presets and the defaults of later versions.
+    Only values from options and of --config are active. The file changes nothing else until it is
+    edited, and what stays a comment follows the presets and the defaults of later versions.
     """
     return _tables(config, _with_help, values(config))
 
@@ -94,7 +94,7 @@ def _with_source(setting: Setting, value: Any, source: Source) -> list[str]:
 
 
 def _with_help(setting: Setting, value: Any, source: Source) -> list[str]:
-    mark = "" if source.kind is Kind.CALL else "#"
+    mark = "" if source.kind in (Kind.CALL, Kind.FILE) else "#"
     is_complete = all(choice in setting.help for choice in setting.choices)
     choices = "" if is_complete else f": {', '.join(setting.choices)}"
     text = "" if value is None and mark else toml_value(value)

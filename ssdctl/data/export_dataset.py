@@ -57,10 +57,11 @@ def export_dataset(
     progress: Progress = without_progress,
 ) -> dict[str, int]:
     """Write a dataset; return the number of images written for each split."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    name = f".{out.resolve().name}.partial"
+    if out.exists() and not (out.is_dir() and all(path.name == name for path in out.iterdir())):
         raise UsageError(f"--out {out}: exists already", hint="give a new folder")
     out = out.resolve()
-    partial = out.with_name(f".{out.name}.partial")
+    partial = (out if out.exists() else out.parent) / name  # on the same file system
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     make_dir(partial)
     try:

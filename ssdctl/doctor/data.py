@@ -51,7 +51,7 @@ def check_data(doctor: Doctor) -> Iterator[Check]:
     store = _store(root, folder, made, metadata, changed) if dataset.state == OK else None
     if store is not None:
         yield store
-    yield _space(root, folder, store)
+    yield _space(Path() if dataset.state == ABSENT else root, folder, store)
     yield _weights(config)
 
 
@@ -99,13 +99,12 @@ def _store(
 
 def _space(root: Path, folder: Path, store: Check | None) -> Check:
     """Check the free space; `store` is the result for the store, None without a dataset."""
-    where = nearest_folder(folder)
-    written = root if store is None else where  # to download to, or to pack in
-    free = free_bytes(written.absolute())
-    detail = f"{free / 1e9:,.0f} GB free at {written}"
+    where = nearest_folder(root if store is None else folder)  # to download to, or to pack in
+    free = free_bytes(where)
+    detail = f"{free / 1e9:,.0f} GB free at {where}"
     is_prepared = store is not None and store.state == OK
     if not is_prepared and not os.access(where, os.W_OK):
-        return result("disk", f"{detail}; {where} is read-only", "give --store DIR elsewhere")
+        return result("disk", f"{detail}; you may not write there", "give --store DIR elsewhere")
     if store is not None and free < SPARE_BYTES:
         return result("disk", detail, "a packed store takes as much as its images")
     if store is None and free < COCO_BYTES:
