@@ -381,8 +381,12 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
             raise UsageError(problem, hint=hint_of_classes(name, names, chosen))
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)
+    num_others, notes = int((~is_chosen[annotations.labels]).sum()), [*annotations.notes]
+    if num_others:
+        notes.append(f"objects of classes that --classes does not name, left out: {num_others:,}")
     annotations = annotations.with_objects(is_chosen[annotations.labels])
     return annotations._replace(
+        notes=notes,
         classes=[c for c in annotations.classes if c.name in chosen],
         labels=new_labels[annotations.labels],
     )

@@ -46,6 +46,7 @@ from ssdctl.data.image_files import (
     files_below,
     in_threads,
     is_image,
+    is_image_name,
     relative_folder,
     require_root,
     size_or_none,
@@ -480,6 +481,8 @@ def _no_dataset(path: Path) -> DataError:
     elif below := datasets_in(path):
         named = quoted_folder(below[0])
         hint = f"a folder in it is a dataset: --data {named}; or write a dataset.toml"
+        if not any(map(is_image_name, files_below(below[0]))):
+            hint = f"write a dataset.toml for the labels in {named}, which has no images"
     else:
         hint = _hint_for(path, files)
     return DataError(
