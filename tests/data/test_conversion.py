@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Literal
 from unicodedata import normalize
@@ -215,15 +214,6 @@ FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(
 def annotations_of(names: list[str]) -> Annotations:
     images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
     return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
-
-
-def test_the_first_group_that_matches_counts() -> None:
-    names = [f"{camera}{n}-{frame}.jpg" for camera in "ab" for n in range(4) for frame in range(3)]
-    whole = annotations_of([*names, "c0.jpg", "c1.jpg"])
-    for part in divided(whole, 0.5, r"a(\d)|b(\d)|^c"):
-        counts = Counter(name[0] for name in part.file_names)
-        assert 0 < counts["a"] == counts["b"] < 12
-        assert counts["c"] in (0, 2)
 
 
 @pytest.mark.parametrize("group", ["(", "nothing"])

@@ -180,12 +180,6 @@ def test_broken_lines_of_tables(
         read(tmp_path)
 
 
-def test_a_dataset_without_training_images_names_its_split(tmp_path: Path) -> None:
-    (exports.tf_csv(tmp_path) / "data/train_labels.csv").unlink()
-    with pytest.raises(DataError, match="only of the split val"):
-        read(tmp_path)
-
-
 def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
     path.write_text(path.read_text().replace("bolt", "", 1))
@@ -264,14 +258,6 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     config = PrepareConfig(pack=False, allow_dropped=True)
     findings = prepare(tmp_path, tmp_path / "prepared", config).splits[0].findings
     assert [f.image_id for f in findings if f.kind == "image dropped"] == [5]
-
-
-def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
-    images = exports.coco(tmp_path / "cvat") / "images/train"
-    toml = f'[train]\nimages = "{images}"\nannotations = "a.json"\n'
-    exports.tree(tmp_path / "mine", {"dataset.toml": toml})
-    shutil.move(tmp_path / "cvat/annotations/instances_train.json", tmp_path / "mine/a.json")
-    prepared(cli, "mine")
 
 
 def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli: Cli) -> None:
