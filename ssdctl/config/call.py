@@ -199,7 +199,7 @@ def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:
 
 def override_of(path: str, value: Any, label: str) -> Override:
     """Return a setting's value, which errors name by `label`."""
-    if hasattr(value, "state_dict"):
+    if hasattr(value, "state_dict") and not isinstance(value, type):
         hint = f'write model.save("model.pt", class_names=[...]) and give {label}="model.pt"'
         raise UsageError(f"{label}: a network in memory, not a file", hint=hint)
     if isinstance(value, os.PathLike):

@@ -25,6 +25,7 @@ from ssdctl.boxes import (
     default_boxes_cxcywh,
     encode,
 )
+from ssdctl.errors import UsageError
 from ssdctl.model.backbones import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
@@ -89,6 +90,10 @@ class MultiboxLoss(nn.Module):
         constants: ModelConstants = RESNET,
         background_negatives: int = 0,
     ) -> None:
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"dtype: {dtype!r}", hint="the loss needs no number of classes: MultiboxLoss()"
+            )
         super().__init__()
         self.targets = Targets(dtype, constants=constants)
         self.divisor = constants.loss_divisor
@@ -109,6 +114,9 @@ class MultiboxLoss(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding, -1 an object to ignore.
         """
+        tensors = offsets_B4N, logits_BCN, boxes_BG4, labels_BG
+        if not torch.compiler.is_compiling() and len({*map(len, tensors)}) > 1:
+            raise UsageError("offsets, logits, boxes and labels are of different numbers of images")
         with torch.autocast(offsets_B4N.device.type, enabled=False):
             target_B4N, label_BN = self.targets(boxes_BG4, labels_BG)
             dtype = target_B4N.dtype

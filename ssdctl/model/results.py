@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -221,6 +222,7 @@ class Result:
         boxes, scores = self._raw
         extents = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
         rows = zip(self, extents.tolist(), scores.tolist(), strict=True)
+        image_id = operator.index(image_id)  # of a tensor, too
         return [
             {
                 "image_id": image_id,

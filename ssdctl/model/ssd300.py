@@ -164,8 +164,8 @@ class SSD300(nn.Module):
 
     @class_names.setter
     @hints_in_messages()
-    def class_names(self, names: Sequence[str]) -> None:
-        self.classes = self._one_per_class("class_names", _classes_of(names))
+    def class_names(self, names: Sequence[str | ClassName]) -> None:
+        self.classes = self._one_per_class("class_names", self._classes_of(names))
 
     @property
     def thresholds(self) -> list[float | None]:
@@ -198,6 +198,15 @@ class SSD300(nn.Module):
             )
         return values
 
+    def _classes_of(self, names: Sequence[str | ClassName]) -> list[ClassName]:
+        if isinstance(names, (str, Mapping, set, frozenset)):  # not in the order of the labels
+            raise UsageError(f"class_names: {names!r}", hint="write class_names=[...]")
+        classes = [n if isinstance(n, ClassName) else ClassName(None, str(n)) for n in names]
+        if not all(entry.name.strip() for entry in classes):
+            raise UsageError("class_names: one is empty", hint="give each class a name")
+        is_own = [*names] == self.class_names  # whose category ids are known
+        return self.classes if is_own else classes
+
     @classmethod
     @public_call()
     def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | nn.Module) -> SSD300:
@@ -218,7 +227,10 @@ class SSD300(nn.Module):
 
     @hints_in_messages()
     def save(
-        self, path: str | os.PathLike[str], *, class_names: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        class_names: Sequence[str | ClassName] | None = None,
     ) -> Path:
         """Write the network as a checkpoint, atomically, in fp32; return its path.
 
@@ -227,7 +239,8 @@ class SSD300(nn.Module):
 
         Args:
             path: The file, such as `model.pt`.
-            class_names: Names of the labels 1 and up; None writes the network's own.
+            class_names: Names of the labels 1 and up, or the `classes` of a `Dataset`, which have
+                its category ids, too; None writes the network's own.
 
         Raises:
             ssdctl.errors.UsageError: There is not one name for each class, the suffix is one of
@@ -236,7 +249,7 @@ class SSD300(nn.Module):
         """
         file, classes = Path(path), self.classes
         if class_names is not None:
-            classes = _classes_of(class_names)
+            classes = self._classes_of(class_names)
         if len(classes) != self.num_classes - 1:
             raise UsageError(
                 f"{file}: {len(classes)} class names, the network has {self.num_classes - 1} "
@@ -419,15 +432,6 @@ class SSD300(nn.Module):
         return [self.backbone.get_submodule(name) for name in names]
 
 
-def _classes_of(names: Sequence[str]) -> list[ClassName]:
-    if isinstance(names, (str, Mapping, set, frozenset)):  # not in the order of the labels
-        raise UsageError(f"class_names: {names!r}", hint="write class_names=[...]")
-    classes = [ClassName(None, str(name)) for name in names]
-    if not all(entry.name.strip() for entry in classes):
-        raise UsageError("class_names: one is empty", hint="give each class a name")
-    return classes
-
-
 def _tiling_of(tiling: tuple[int, float]) -> Tiling:
     try:
         return msgspec.convert(Tiling(*tiling)._asdict(), msgspec_type(TilingFields)).value
@@ -575,7 +579,7 @@ def _padded_targets(
             raise UsageError(f"target {number}: labels of type {label.dtype}", hint="give integers")
         box, label = box.reshape(-1, 4), label.reshape(-1).long()
         if not torch.compiler.is_compiling():
-            _check_objects(box, label, num_classes, number)
+            _check_objects(box, label, (width, height), num_classes, number)
         boxes.append(box / box.new_tensor([width, height, width, height]))
         labels.append(label)
     pad = torch.nn.utils.rnn.pad_sequence
@@ -610,7 +614,9 @@ def _as_ltrb(boxes: Any, size: tuple[int, int], number: int, device: torch.devic
     raise UsageError(f"target {number}: boxes of the format {kind.value}", hint="give XYXY")
 
 
-def _check_objects(box: Tensor, label: Tensor, num_classes: int, number: int) -> None:
+def _check_objects(
+    box: Tensor, label: Tensor, size: tuple[int, int], num_classes: int, number: int
+) -> None:
     wrong = label[(label < 1) | (label >= num_classes)]
     if len(wrong):
         raise UsageError(
@@ -622,4 +628,16 @@ def _check_objects(box: Tensor, label: Tensor, num_classes: int, number: int) ->
         raise UsageError(
             f"target {number}: the box {box[~is_box][0].tolist()} has no area",
             hint="expected left, top, right, bottom in pixels, right > left and bottom > top",
+        )
+    is_inside = ((box[:, :2] < box.new_tensor(size)) & (box[:, 2:] > 0)).all(dim=1)
+    if not bool(is_inside.all()):
+        raise UsageError(
+            f"target {number}: the box {box[~is_inside][0].tolist()} is outside its image of "
+            f"{size[0]} x {size[1]} pixels",
+            hint="scale boxes with their image; transforms end with SanitizeBoundingBoxes()",
+        )
+    if len(box) > 1 and bool((box <= 1).all()):
+        raise UsageError(
+            f"target {number}: all boxes are within the first pixel, as fractions are",
+            hint="multiply them by the image's width and height",
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ssdctl.device import Device
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives
-from ssdctl.errors import NonFiniteError
+from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -128,7 +128,8 @@ class TrainStep:
         self._ranks = ranks
         self._scale = scale
         self._clip = config.clip_grad
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._all_parameters = list(model.parameters())
+        self._parameters = [p for p in self._all_parameters if p.requires_grad]
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
         device.compile(loss_module, overlap=config.overlap_gradients)
         self._guarded_update = None
@@ -146,6 +147,11 @@ class TrainStep:
         A step with a non-finite loss or gradient on any rank is skipped: weights, momentum and the
         statistics of batch norm stay unchanged. All ranks make the same decision.
         """
+        if sum(p.requires_grad for p in self._all_parameters) > len(self._parameters):
+            raise UsageError(
+                "layers that were frozen when training began would not be trained",
+                hint="end the run, and train from its weights: init=RUN, freeze=0",
+            )
         set_lr(self.optimizer, lr)
         self._clear_gradients(accumulate=len(batches) > 1)
         statistics = _flattened(self._statistics)
