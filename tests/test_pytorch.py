@@ -305,11 +305,11 @@ def tiny_network(num_classes: Any = 6) -> ssdctl.SSD300:
 
 
 def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
-    own, names = tiny_network(np.int64(6)), ssdctl.Dataset(shapes, "val").class_names
-    wrapped = torch.compile(torch.optim.swa_utils.AveragedModel(own))
+    own, dataset = tiny_network(np.int64(6)), ssdctl.Dataset(shapes, "val")
+    wrapped, names = torch.compile(torch.optim.swa_utils.AveragedModel(own)), dataset.class_names
     with pytest.raises(UsageError, match=r"class_names=\[...\]"):
         own.save("own.pt")
-    assert own.save("own.pt", class_names=names) == Path("own.pt")
+    assert own.save("own.pt", class_names=dataset.classes) == Path("own.pt")
     options: dict[str, Any] = {"device": "cpu", "limit": 3, "score_threshold": 0.02}
     first, *others = (
         ssdctl.evaluate(network, shapes, progress=False, **options)
@@ -322,8 +322,8 @@ def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
     assert (read.class_names, read.training) == (names, False)
     assert str(read.state_dict()) == str(own.state_dict())
     for _ in range(2):
-        read.save("again.pt")
-    assert ssdctl.load("again.pt", device="cpu").model.class_names == names
+        read.save("again.pt", class_names=names)
+    assert ssdctl.load("again.pt", device="cpu").model.classes == dataset.classes  # with their ids
     copied = ssdctl.load(own, device="cpu").model
     assert next(copied.parameters()) is not next(own.parameters())
     assert ssdctl.export(own, "own.safetensors", format="safetensors")["source"] == "SSD300 tiny"
