@@ -173,7 +173,8 @@ class AliasCommand(HelpCommand):
                     templates.setdefault(alias, f"--set={setting.path}=")
         outputs = ("--store",) if self.name == "prepare" else ()  # elsewhere it is read
         for name, targets in COMMAND_ALIASES.items():
-            if target := next((t for t in (*targets, *outputs) if t in own), None):
+            others = outputs if name in OUTPUT_ALIASES else ()
+            if target := next((t for t in (*targets, *others) if t in own), None):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         for metavar, names in ARGUMENT_ALIASES.items():

@@ -118,8 +118,7 @@ def predict(
     if drawn is None and (given := [option for option, value in drawing.items() if value]):
         raise UsageError(f"{given[0]} is for drawn images", hint="add --out DIR, without --save")
     if folder is not None:
-        if settings.save is not None:
-            refuse_in_dataset(folder)
+        refuse_in_dataset(folder)
         for written in (folder, folder / "labels", folder / "images"):
             remove_stale_temporaries(written)
     style = {"line_width": line_width, "labels": not hide_labels, "scores": not hide_scores}

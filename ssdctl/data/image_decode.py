@@ -464,6 +464,8 @@ def thread_buffer(name: str, size: int) -> Pixels:
 
 def as_image_error(error: Exception) -> ImageError:
     """Convert any error of a decoder, without the address of an object in its text."""
+    if isinstance(error, MemoryError):  # of this process: the image may be right
+        raise error
     if isinstance(error, ImageError):
         return error
     if isinstance(error, Image.DecompressionBombError):

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from ssdctl.data import TOML, cached_store, index, is_writable, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
-from ssdctl.data.drawing import is_drawn
 from ssdctl.data.formats import built_in, coco, recognized, yolo
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -315,8 +314,7 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
         return [str(error)]
     except OSError:
         return []
-    added = sorted(set(unlisted).difference(recorded.unlisted))
-    new = [name for name in added if not is_drawn(folder / name)]
+    new = sorted(set(unlisted).difference(recorded.unlisted))
     return [*found, *_said(new, "image file", "new")]
 
 

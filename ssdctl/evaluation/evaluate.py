@@ -196,11 +196,17 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
 def _with_data_of(checkpoints: Sequence[ModelFile], config: Config) -> Config:
     """Return the config with one dataset to score checkpoints on, as if the call named it.
 
-    It is that of the first one that knows its dataset, which is there.
+    It is that of the first one. If that is unknown or gone, it is the config's, else that of
+    another one.
     """
     own = ((c, trained_on(c)) for c in checkpoints)
     has_data = (c for c, data in own if data.root and dataset_folders(data)[0].exists())
-    data = choose_data(next(has_data, checkpoints[0]), config)
+    chosen = next(has_data, checkpoints[0])
+    if chosen is not checkpoints[0] and config.data.root is not None:
+        chosen = checkpoints[0]
+    data = choose_data(chosen, config)
+    if chosen is not checkpoints[0]:
+        log.info("using the dataset of %s: %s", chosen.path, data.root)
     config = config.with_value("data.root", data.root, of_call("--data"))
     return config.with_value("data.store", data.store)
 

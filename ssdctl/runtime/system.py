@@ -46,10 +46,10 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Before a waiting thread sleeps; libgomp's default is 300,000.
 SPINS, FEW_SPINS = 10_000, 1_000
-# In errors of torch, of oneDNN, of C++, of the kernel, of the dynamic linker and of Python.
+# In errors of torch, of oneDNN, of C++, of the kernel and of the dynamic linker.
 MEMORY_ERRORS = (
     "can't allocate memory", "could not create a memory object", "bad_alloc",
-    "cannot allocate memory", "failed to map segment", "can't start new thread",
+    "cannot allocate memory", "failed to map segment", "could not create a primitive",
 )  # fmt: skip
 BUSY = 2.0  # runnable processes per core of the machine
 
@@ -197,6 +197,11 @@ def memory_error(error: BaseException | None) -> UsageError | None:
             if soft != UNLIMITED:
                 hint = f"raise the limit of {soft / 1e9:.1f} GB (ulimit -v), or {hint}"
             return UsageError(f"memory ran out: {text or 'of Python objects'}", hint=hint)
+        if "can't start new thread" in text:
+            hint = (
+                "raise the limit of processes (ulimit -u, a container's pids) or memory (ulimit -v)"
+            )
+            return UsageError("no further thread can be started", hint=hint)
         error = error.__cause__ or error.__context__
     return None
 

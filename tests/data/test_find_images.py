@@ -121,7 +121,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "CVAT, a file per split": (
         "images/train/a.jpg images/val/a.jpg",
-        {"x/train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
+        {"train/x.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
         {"train": "images/train/a.jpg", "val": "images/val/a.jpg"},
     ),
     "data.yaml with another word": (

@@ -19,7 +19,7 @@ import contextlib
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,12 +81,37 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         folder = [dataset_folder(path) / image_dir]
         splits = {split: files._replace(images=folder) for split, files in splits.items()}
     annotations = read_files(splits)
+    _refuse_shared(path, splits, annotations)
     if others := [] if path.is_file() or (path / TOML).is_file() else _not_read(path, splits):
         first = next(iter(annotations))
         note = f"files in COCO's format that are not read: {listed(others, MAX_NAMED)}"
         notes = [*annotations[first].notes, note]
         annotations[first] = annotations[first]._replace(notes=notes)
     return annotations
+
+
+def _refuse_shared(
+    root: Path, splits: Mapping[str, SplitFiles], annotations: Mapping[str, Annotations]
+) -> None:
+    """Refuse a file without a split in its name if it has images of the other splits."""
+    for split, files in splits.items() if len(splits) > 1 and root.is_dir() else ():
+        others = {n for s, part in annotations.items() if s != split for n in part.file_names}
+        if (
+            files.annotations.is_relative_to(root)
+            and not split_of(files.annotations.relative_to(root).as_posix())
+            and not (root / TOML).is_file()
+            and not others.isdisjoint(annotations[split].file_names)
+        ):
+            raise _several(root, [part.annotations for part in splits.values()])
+
+
+def _several(root: Path, files: Sequence[Path]) -> DataError:
+    named = ", ".join(str(file.relative_to(root)) for file in files)
+    return DataError(
+        f"{root}: several annotation files, not one for each split: {named}",
+        hint="give one: --data FILE, or name them in a dataset.toml "
+        "([train], [val] and [test], each with images and annotations)",
+    )
 
 
 def _not_read(root: Path, splits: Mapping[str, SplitFiles]) -> list[Path]:
@@ -299,12 +324,7 @@ def exported_splits(root: Path) -> dict[str, SplitFiles]:
     by_split: dict[str, Path] = {}
     for split, file in ((split_of(file.relative_to(root).as_posix()), file) for file in files):
         if by_split.setdefault(split or "train", file) != file:
-            named = ", ".join(str(file.relative_to(root)) for file in files)
-            raise DataError(
-                f"{root}: several annotation files, not one for each split: {named}",
-                hint="give one: --data FILE, or name them in a dataset.toml "
-                "([train], [val] and [test], each with images and annotations)",
-            )
+            raise _several(root, files)
     if by_split.keys() <= {"test"}:
         return {}
     return {

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ssdctl.data.annotations import (
+    MAX_NAMED,
     Annotations,
     LabeledBox,
     LabeledImage,
@@ -31,7 +32,6 @@ from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.formats import (
     ROTATED,
     by_split,
-    files_near,
     numbers,
     read_xml,
     root_element,
@@ -41,6 +41,7 @@ from ssdctl.data.formats import (
 )
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
+from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("annotations.xml",)
 MAX_BYTES = 500_000_000
@@ -54,18 +55,29 @@ _Frame = tuple[
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(_own(some_files_near(path, LOOKED_FOR, ".xml"))), None)
+    return next(iter(_files(path)), None)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the XML files of a folder and of folders below it that are called as a split."""
+    if path.is_file():
+        return _own([path])
+    folders = [path, *sorted(p for p in path.glob("*") if split_of(p.name) and p.is_dir())]
+    return _own([file for folder in folders for file in sorted(folder.glob("*.xml"))])
 
 
 def _own(files: Sequence[Path]) -> list[Path]:
+    files = [file for file in files if file.suffix.lower() == ".xml"]
     return [file for file in files if root_element(file) == "annotations"]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
-    root, files, notes = dataset_folder(path), _own(files_near(path, ".xml")), list[str]()
+    root, files, notes = dataset_folder(path), _files(path), list[str]()
     if not files:
         raise DataError(f"{path}: no XML file of CVAT (looked for annotations.xml)")
+    if others := [f for f in _own(some_files_near(path, LOOKED_FOR, ".xml")) if f not in files]:
+        notes.append(f"files of CVAT that are not read: {listed(others, MAX_NAMED)}")
     counts: Counter[str] = Counter()
     trees = {file: read_xml(file, MAX_BYTES) for file in files}
     contents = {
@@ -79,8 +91,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     frames = [(own or s, image) for own, file in chosen.items() for s, image in contents[file]]
     labels = (e for f in chosen.values() for e in trees[f].iterfind("meta//labels/label"))
     used = [box.name for _, image in frames for box in image.boxes]
-    listed = (e.findtext("name", "").strip() for e in labels if not e.findtext("parent"))
-    classes = list(dict.fromkeys([*filter(None, listed), *used]))
+    declared = (e.findtext("name", "").strip() for e in labels if not e.findtext("parent"))
+    classes = list(dict.fromkeys([*filter(None, declared), *used]))
     notes += [
         f"{files[0].name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
         for kind, count in counts.items()

@@ -41,7 +41,7 @@ def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
     header = next(rows)[1]
     images: dict[str, LabeledImage] = {}
     num_unlabeled = 0
-    if unused := [name for name in header if name not in COLUMNS]:
+    if unused := [name for name in header if name not in ("", *COLUMNS)]:
         notes.append(f"{file.name}: columns that are not read: {', '.join(unused)}")
     for location, row in rows:
         if not any(row):

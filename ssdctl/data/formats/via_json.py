@@ -33,6 +33,7 @@ from ssdctl.errors import DataError
 LOOKED_FOR = ("via_region_data.json",)
 PROJECT = b'"_via_img_metadata"'
 ATTRIBUTES = ("class", "label", "name", "type", "category", "object")
+MENUS = ("dropdown", "radio", "checkbox")
 ONLY_CLASS = "object"
 UNLABELED = "regions without a class"
 
@@ -50,13 +51,9 @@ class _Image(msgspec.Struct):
         return self.regions.values() if isinstance(self.regions, dict) else self.regions
 
 
-class _Attribute(msgspec.Struct):
-    options: dict[str, Any] = {}  # of a dropdown, radio buttons or checkboxes: id and text
-
-
 class _Project(msgspec.Struct):
     images: dict[str, _Image] = msgspec.field(name="_via_img_metadata")
-    attributes: dict[str, dict[str, _Attribute]] = msgspec.field(name="_via_attributes", default={})
+    attributes: Any = msgspec.field(name="_via_attributes", default=None)
 
 
 def recognize(path: Path) -> Path | None:
@@ -92,12 +89,22 @@ def _content(file: Path) -> list[_Image]:
     if with_words([file], PROJECT):
         project = read_json(file, _Project, "via-json")
         images = [*project.images.values()]
-        for name, attribute in project.attributes.get("region", {}).items():
+        for name, texts in _options(project.attributes).items():
             for region in (region for image in images for region in image.all_regions()):
                 value = region.region_attributes.get(name)
-                region.region_attributes[name] = _with_texts(value, attribute.options)
+                region.region_attributes[name] = _with_texts(value, texts)
         return images
     return [*read_json(file, dict[str, _Image], "via-json").values()]
+
+
+def _options(attributes: Any) -> dict[str, dict[str, Any]]:
+    """Return the texts of options by their ids, for each attribute of regions with a menu."""
+    regions = attributes.get("region") if isinstance(attributes, dict) else None
+    found = regions.items() if isinstance(regions, dict) else ()
+    menus = {
+        n: a.get("options") for n, a in found if isinstance(a, dict) and a.get("type") in MENUS
+    }
+    return {name: texts for name, texts in menus.items() if isinstance(texts, dict)}
 
 
 def _with_texts(value: Any, options: Mapping[str, Any]) -> Any:

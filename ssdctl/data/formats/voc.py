@@ -170,7 +170,8 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
         splits = _splits(root / base / "ImageSets", listable, finder, notes)
         if splits:
             rest = [folder for folder in rest if folder not in below]
-        found = listable.find({name for names in splits.values() for name in names})
+        listed = {name for names in splits.values() for name in names}
+        found = listable.find(listed, notes)
         for split, names in splits.items():
             xmls += [found[name]._replace(split=split) for name in names]
     if empty := [xml for xml in xmls if not xml.exists]:
@@ -185,72 +186,58 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
 
 
 class _Listable:
-    """The XML files that the lists of a folder may name."""
+    """The XML files below Annotations, which the lists of a folder name without suffix."""
 
     def __init__(self, base: PurePosixPath, paths: list[PurePosixPath], finder: ImageFinder):
-        self._finder, self._base = finder, base
-        tops = {self._top(path) for path in paths}
-        ordered = sorted(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
-        self.top = ordered[0]
-        self._by_name: dict[str, PurePosixPath] = {}  # relative to Annotations, without suffix
-        self._by_stem: dict[str, list[PurePosixPath]] = {}
-        for path in sorted(paths, key=lambda path: (ordered.index(self._top(path)), path)):
-            self._by_name.setdefault(self._below(path), path)
-            self._by_stem.setdefault(nfc(path.stem), []).append(path)
+        tops = {base.joinpath(*path.parent.relative_to(base).parts[:1]) for path in paths}
+        self.top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
+        self._lead = (*STANDARD[:-1], self.top.name)  # folders that a name may begin with
+        self._finder = finder
+        below = [path for path in paths if path.is_relative_to(self.top)]
+        self._by_name = {_name(path.relative_to(self.top)): path for path in below}
+        self._by_stem: dict[str, list[str]] = {}  # names in folders
+        for name in self._by_name:
+            if "/" in name:
+                self._by_stem.setdefault(_base(name), []).append(name)
 
     def __contains__(self, name: str) -> bool:
-        return self._by_path(name) is not None
+        return self._own(name) in self._by_name
 
-    def find(self, names: set[str]) -> dict[str, _Xml]:
-        """Return the XML file of each name.
-
-        If no path is equal, it is the only one of this stem, if there is only one such image.
-        """
-        found = {name: path for name in names if (path := self._by_path(name)) is not None}
-        taken, ambiguous = {*found.values()}, list[str]()
-        for name in names - {*found}:
-            images = [
-                _name(path) for path in map(PurePosixPath, self._finder.with_stem(_base(name)))
-            ]
-            files = [file for file in self._by_stem.get(_base(name), ()) if file not in taken]
-            if len(images) > 1:
-                files = [file for file in files if not self._is_of_other(file, name, images)]
-            if len(files) == 1 and len(images) <= 1:
-                found[name] = files[0]
+    def find(self, names: set[str], notes: list[str]) -> dict[str, _Xml]:
+        """Return the XML file of each name: of that path, else the only one of this stem."""
+        found = {name: self._own(name) for name in names if name in self}
+        taken, below, ambiguous = {*found.values()}, dict[str, str](), list[str]()
+        for name in sorted(names.difference(found, (n for n in names if "/" in n))):
+            images = [_name(PurePosixPath(path)) for path in self._finder.with_stem(name)]
+            free = (other for other in self._by_stem.get(name, ()) if other not in taken)
+            files = [other for other in free if not _has_other_image(other, images)]
+            if len(files) == 1:
+                found[name] = below[name] = files[0]
             elif files:
-                ambiguous.append(f"{name} ({files[0]}?)")
+                ambiguous.append(f"{name} ({' or '.join(files)}?)")
         hint = "write the path below Annotations into the list, without suffix"
-        refuse(
-            self._finder.root, "names in lists that may be of XML files elsewhere", ambiguous, hint
-        )
+        refuse(self._finder.root, "names of lists that fit several files", ambiguous, hint)
+        if below:
+            first = next(iter(below.values()))
+            notes.append(
+                f"names of lists found in folders of XML files: {len(below):,}, as {first}"
+            )
         absent = {name: _Xml(self.top / f"{name}.xml", self.top, name, False) for name in names}
+        own = {name: other if name in self else name for name, other in found.items()}
         return absent | {
-            name: _Xml(path, self._top(path), self._below(path) if name in self else name)
-            for name, path in found.items()
+            name: _Xml(self._by_name[other], self.top, own[name]) for name, other in found.items()
         }
 
-    def _by_path(self, name: str) -> PurePosixPath | None:
-        """Return the XML file of a path below Annotations, JPEGImages or the folder of both."""
-        if name in self._by_name:
-            return self._by_name[name]
+    def _own(self, name: str) -> str:
+        """Return the path below Annotations, also of one that begins with JPEGImages."""
         folder, _, below = name.partition("/")
-        path = self._by_name.get(below)
-        if path is None or self._top(path) == self._base / folder:
-            return path
-        files = map(PurePosixPath, self._finder.with_stem(_base(name)))
-        return path if (self._base / name).as_posix() in map(_name, files) else None
+        return below if name not in self._by_name and folder in self._lead else name
 
-    def _is_of_other(self, path: PurePosixPath, name: str, images: list[str]) -> bool:
-        """Return whether an XML file in a folder is that of an image in a folder of this name."""
-        below = self._below(path)
-        own = (f"/{image}" for image in images if f"/{image}".endswith(f"/{below}"))
-        return "/" in below and any(not image.endswith(f"/{name}") for image in own)
 
-    def _below(self, path: PurePosixPath) -> str:
-        return _name(path.relative_to(self._top(path)))
-
-    def _top(self, path: PurePosixPath) -> PurePosixPath:
-        return self._base.joinpath(*path.parent.relative_to(self._base).parts[:1])
+def _has_other_image(name: str, images: list[str]) -> bool:
+    """Return whether an XML file in a folder is that of an image in a folder of this name."""
+    is_own = [f"/{image}".endswith(f"/{name}") for image in images]
+    return any(is_own) and not all(is_own)
 
 
 def _name(path: PurePosixPath) -> str:
@@ -280,7 +267,7 @@ def _splits(
     splits = {"train": train + stems.get("default", [])}
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
-    if any(xml.exists for xml in listable.find({*stems.get("test", [])}).values()):
+    if any(name in listable for name in stems.get("test", [])):
         splits["test"] = stems["test"]  # VOC2012's test list is public, its XML files are not
     notes += [f"{lists}: the list of {split} is empty" for split in splits if not splits[split]]
     return splits

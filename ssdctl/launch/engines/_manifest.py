@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssdctl.config.fields import device_type
+from ssdctl.config.fields import DEVICE_TYPES, device_type
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest
@@ -154,8 +154,9 @@ class ManifestBuilder:
         command = [escape_k8s(word) for word in self.request.command]
         if self.request.count == 1:
             return [*start, *command]
-        count = f"{device_type(self.request.device).count_option}={self.request.count}"
-        arguments = ["launch", count, f"--launcher={launcher}"]
+        device = DEVICE_TYPES.get(self.request.device)
+        option = device.count_option if device else "--devices"  # of a plugin's
+        arguments = ["launch", f"{option}={self.request.count}", f"--launcher={launcher}"]
         if launcher == "mpirun":
             refuse_separator(self.request)
             # The launcher and the workers have different numbers of cores.
