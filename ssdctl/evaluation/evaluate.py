@@ -199,13 +199,12 @@ def _with_data_of(checkpoints: Sequence[ModelFile], config: Config) -> Config:
     It is that of the first one. If that is unknown or gone, it is the config's, else that of
     another one.
     """
-    own = ((c, trained_on(c)) for c in checkpoints)
+    first, *others = checkpoints
+    own = ((c, trained_on(c)) for c in (first, *(others if config.data.root is None else ())))
     has_data = (c for c, data in own if data.root and dataset_folders(data)[0].exists())
-    chosen = next(has_data, checkpoints[0])
-    if chosen is not checkpoints[0] and config.data.root is not None:
-        chosen = checkpoints[0]
+    chosen = next(has_data, first)
     data = choose_data(chosen, config)
-    if chosen is not checkpoints[0]:
+    if chosen is not first:
         log.info("using the dataset of %s: %s", chosen.path, data.root)
     config = config.with_value("data.root", data.root, of_call("--data"))
     return config.with_value("data.store", data.store)
