@@ -73,6 +73,11 @@ class SsdctlError(Exception):
             self.args = (f"{words}: {self}",)
             self._written = self._written and (f"{words}: {message}", hint)
 
+    def end_with(self, words: str) -> None:
+        """Put words in parentheses after the message."""
+        message, hint = self.for_command_line()
+        self.args, self._written = (f"{self.message} ({words})",), (f"{message} ({words})", hint)
+
     def tell_python(self, keywords_of: Callable[[str], str]) -> None:
         """Name keywords in place of options, and let the message end with the hint."""
         if self._written is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -47,6 +48,7 @@ from ssdctl.config.resolve import (
 )
 from ssdctl.config.settings import (
     Config,
+    Kind,
     Setting,
     all_settings,
     other_programs,
@@ -167,17 +169,39 @@ def _runner(
     def run(**values: Any) -> None:
         values.pop("short_help")
         switches = {name: values.pop(name) for name in ("as_json", "quiet", "verbose")}
-        console = Console(**switches)
+        console, call = Console(**switches), None
         with console.show_log():
             try:
                 _require_working_folder()
-                function(_call(console, selected, typed, values, is_isolated), **values)
+                call = _call(console, selected, typed, values, is_isolated)
+                function(call, **values)
             except (Exception, KeyboardInterrupt) as error:
+                if call is not None and isinstance(error, SsdctlError):
+                    _name_sources(error, call.config, selected)
                 exit_after(error, console)
 
     run.__name__ = function.__name__
     _set_signature(run, [])
     return run
+
+
+def _name_sources(error: SsdctlError, config: Config, selected: Sequence[Setting]) -> None:
+    """Let a message that names an option or a value tell which file or variable sets it."""
+    message, _ = error.for_command_line()
+    own, found = {flag: setting for setting in selected for flag in setting.flags}, []
+    for path, source in config.sources.items():
+        if not Kind.FILE <= source.kind < Kind.CALL or source.label in message:
+            continue
+        setting = all_settings()[path]
+        value = getattr(getattr(config, setting.section), setting.name)
+        flags = [flag for flag in setting.flags if own.get(flag, setting) is setting]
+        texts = [value, os.path.abspath(value)] if isinstance(value, str) else []  # noqa: PTH100
+        if any(re.search(rf"(?<![\w-]){flag}(?![\w-])", message) for flag in flags) or any(
+            message.startswith(f"{text}:") or f"'{text}'" in message for text in texts
+        ):
+            found.append(source.named(path))
+    if found:
+        error.end_with(", ".join(found))
 
 
 def _require_working_folder() -> None:

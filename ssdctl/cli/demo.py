@@ -17,6 +17,8 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
 from ssdctl.config import Config
+from ssdctl.config.render import as_text
+from ssdctl.config.settings import Kind, all_settings
 from ssdctl.errors import ExitCode
 from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.progress import duration, step_time
@@ -39,6 +41,13 @@ STAGES = {
     "report": "one HTML page: curves, errors, samples",
     "predict": "draw the detections on four held-out images",
 }
+TABLES_OF_STAGE = {  # whose settings it uses
+    "prepare": {"data", "prepare"},
+    "train": {"data", "model", "train"},
+    "evaluate": {"data", "evaluate"},
+    "predict": {"data", "predict"},
+}
+OF_MACHINE = {"device", "execution", "jobs", "precision", "workers"}
 USEFUL_STEPS = 300  # for AP 0.4: 280 reached 0.41
 FULL_STEPS = 520  # one pass over the images
 BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
@@ -78,10 +87,7 @@ def demo(
     run_stage("evaluate", str(RunDir(run).best))
     run_stage("report", str(run))
     images = held_out_images(data)
-    drawn = ["--out", str(folder / "drawn")]
-    if call.config.predict.save is not None:  # of ssdctl.toml: the images are drawn
-        drawn += ["--set", "predict.save="]
-    run_stage("predict", str(run), *map(str, images), *drawn)
+    run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
     write_contact_sheet([folder / "drawn" / image.name for image in images], sheet)
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
 
@@ -106,6 +112,7 @@ def _announced_steps(call: Call, run: Path, start: float) -> int:
 def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> None:
     """Print a command and run it; add it to the finished `commands`."""
     console, stage = call.console, list(STAGES)[len(commands)]
+    arguments += _without_settings_of_others(call, arguments)
     console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
     console.info(echoed(arguments), "dim")
     try:
@@ -117,6 +124,23 @@ def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> 
             console.info(f"To continue the demo: {again}")
         raise
     commands.append(shlex.join(["ssdctl", *arguments]))
+
+
+def _without_settings_of_others(call: Call, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return options that undo what ./ssdctl.toml and variables choose for the user's own data."""
+    tables = TABLES_OF_STAGE.get(arguments[0], ())
+    chosen = (
+        setting
+        for path, setting in all_settings().items()
+        if Kind.FILE <= call.config.sources[path].kind < Kind.CALL
+        and setting.section in tables
+        and not setting.is_recipe  # the demo has its own
+        and setting.name not in OF_MACHINE
+        and not {*setting.flags} & {*arguments}
+    )
+    if call.config_file is not None:
+        return ()
+    return tuple(part for s in chosen for part in ("--set", f"{s.path}={as_text(s.default)}"))
 
 
 def _is_used(command: str, assignment: str) -> bool:

@@ -74,12 +74,11 @@ def download(
         raise UsageError("--part selects from COCO 2017, --manifest lists its own files: give one")
     is_selection = bool(config.manifest or config.part)
     if config.dataset == "shapes":
-        if is_selection or verify:
-            text = "--dataset shapes is generated: --manifest, --part and --verify do not apply"
-            raise UsageError(text)
-        names = ("mirror", "timeout", "connections", "keep_archives")
-        others = [f"download.{name}" for name in names]
-        call.config.require_not_given(others, "does not apply to --dataset shapes", "leave it out")
+        names = ("manifest", "part", "mirror", "timeout", "connections", "keep_archives")
+        reason = "does not apply to generated shapes"
+        call.config.require_not_given((f"download.{n}" for n in names), reason, "leave it out")
+        if verify:
+            raise UsageError(f"--verify {reason}", hint="leave it out")
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
         return
     own = ["download.images", "download.val_images", "download.seed"]

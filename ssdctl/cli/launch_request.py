@@ -13,20 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 
 from ssdctl.checkpoint.locate import continued_config
 from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
+from ssdctl.cli.train import plan_and_check
 from ssdctl.config import Config
 from ssdctl.config.fields import device_type
-from ssdctl.config.render import toml_value, values
+from ssdctl.config.render import as_text, values
 from ssdctl.config.resolve import FILES_VARIABLE, parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, with_absolute_paths
 from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed import Ranks
 from ssdctl.errors import DataError, UsageError
@@ -40,6 +42,7 @@ from ssdctl.launch.base import (
 )
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.launch.engines.torchrun import choose_tpu_device
+from ssdctl.model.pretrained import weights_named
 from ssdctl.runs.folder import run_dir
 from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.training.observers.trackers import find_trackers
@@ -80,8 +83,10 @@ def configure_launch(
             variables[FILES_VARIABLE] = json.dumps(of_files)
     if rest:  # the command may not have --device: set it by variables, which any command accepts
         variables |= {s.environment: device for s in settings.values() if s.name == "device"}
-    if config.hostfile is not None and issubclass(engine, BatchEngine):
-        raise UsageError(f"--hostfile applies to mpirun and torchrun: {name} chooses the hosts")
+    if issubclass(engine, BatchEngine):
+        reason = f"applies to mpirun and torchrun: {name} chooses the hosts"
+        call.config.require_not_given(["launch.hostfile"], reason, "leave it out")
+        config = msgspec.structs.replace(config, hostfile=None)
     request = LaunchRequest(
         device=device,
         count=count,
@@ -99,7 +104,10 @@ def configure_launch(
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
         has_data = not engine.runs_elsewhere and device != "xla"
-        for notice in check_train(call.config, device, count, has_data=has_data):
+        # Ranks that start now check at once what they continue from.
+        has_run = not is_written and (is_dry_run or issubclass(engine, BatchEngine))
+        checked = check_train(call.config, device, count, has_data=has_data, has_run=has_run)
+        for notice in checked:
             call.console.warning(notice)
     return engine.configure(call.config, request), request
 
@@ -111,11 +119,14 @@ def _tpu_device(call: Call) -> str:
     return choose_tpu_device(call.config.launch.tpu_version, read_node(), packages)
 
 
-def check_train(config: Config, device_name: str, count: int, *, has_data: bool) -> tuple[str, ...]:
+def check_train(
+    config: Config, device_name: str, count: int, *, has_data: bool, has_run: bool
+) -> tuple[str, ...]:
     """Check that the ranks will accept the settings of `train`; return notices of replaced ones.
 
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
+        has_run: Whether to read the run folder and `--init`, too, if the dataset is prepared here.
     """
     device = device_type(device_name)
     if has_data:  # in pods, which have other packages, the ranks report it
@@ -127,8 +138,15 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     refuse_settings_of_detectors(config)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
+    weights = config.model.weights_name
+    if weights is not None and not Path(weights).exists() and re.fullmatch(r"[\w-]+", weights):
+        weights_named(weights)  # not a file elsewhere
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
-        make_plan(config, device, Ranks(0, count, 0), size, before=continued_config(config))
+        ranks = Ranks(0, count, 0)
+        if has_run:
+            plan_and_check(with_absolute_paths(config), device, ranks, size)
+        else:
+            make_plan(config, device, ranks, size, before=continued_config(config))
     return notices
 
 
@@ -138,7 +156,7 @@ def _count_images(config: Config) -> DatasetSize | None:
         if not root.exists() or not is_prepared(root, folder):
             return None
         folds = config.train.fold, config.train.group
-        size = count_images(root, folder, tiling_of(config), *folds)
+        size = count_images(root, folder, tiling_of(config), *folds, config.prepare)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None
@@ -155,20 +173,11 @@ def resumed(request: LaunchRequest) -> LaunchRequest:
 def exported_settings(call: Call, kind: Kind) -> dict[str, str]:
     """Return the settings of files or of variables, as text by path."""
     return {
-        path: _as_text(value)
+        path: as_text(value)
         for path, value in values(call.config).items()
         if call.config.sources[path].kind is kind
         and all_settings()[path].section not in LAUNCH_TABLES
     }
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        parts = [str(part) for part in value]
-        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)
 
 
 def train_command(call: Call, device: str, file: str | None) -> list[str]:

@@ -188,7 +188,7 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
 
     if call.config.data.root is not None or default_root().exists():
         root, folder = dataset_folders(call.config.data)
-        yield open_dataset(root, folder, progress=call.console.progress)
+        yield open_dataset(root, folder, call.config.prepare, progress=call.console.progress)
         return
     call.config.require_not_given(["data.store"], "is for a dataset", "add --data DIR")
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:

@@ -252,7 +252,7 @@ def export(
     folder, store = dataset_folders(data)
     refuse_in_dataset(out, folder)
     with stoppable("nothing was exported"):
-        splits = open_dataset(folder, store, progress=call.console.progress)
+        splits = open_dataset(folder, store, call.config.prepare, progress=call.console.progress)
         counts = export_dataset(splits, out, to, call.console.progress)
     result: dict[str, Any] = {"out": str(out), "to": to, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())

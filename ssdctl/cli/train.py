@@ -19,6 +19,7 @@ from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
+    from ssdctl.config import Config
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.observers import Summary
@@ -149,26 +150,35 @@ def _show_plan(call: Call) -> None:
     call.console.result(None, aligned(list(rows.items())))
 
 
-def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]:
-    """Plan for the device; for any device if only the precision is chosen.
+def plan_and_check(
+    config: Config, device: DeviceType | None, ranks: Ranks, size: DatasetSize
+) -> tuple[Plan, int]:
+    """Plan a run, and check what it reads at its start; nothing is written.
 
     Returns:
         The plan, and the step that the run continues from.
     """
     from ssdctl.checkpoint.locate import continued_config
-    from ssdctl.data.store_folder import with_absolute_paths
     from ssdctl.training.plan import make_plan
 
-    config, ranks, network = with_absolute_paths(call.config), find_ranks(), None
+    network = None
     if config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
         network = planned_network(config)
+    before = continued_config(config)
+    plan = make_plan(config, device, ranks, size, before=before, network=network)
+    return plan, _first_step(plan, size)
+
+
+def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]:
+    """Plan for the device; for any device if only the precision is chosen."""
+    from ssdctl.data.store_folder import with_absolute_paths
+
+    config = with_absolute_paths(call.config)
     device.choose_execution(config.train.execution)
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
-    known, before = None if is_any else device, continued_config(config)
-    plan = make_plan(config, known, ranks, size, before=before, network=network)
-    step = _first_step(plan, size)
+    plan, step = plan_and_check(config, None if is_any else device, find_ranks(), size)
     for notice in plan.notices:
         call.console.warning(notice)
     if config.train.init is not None and not step:
@@ -272,8 +282,8 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     root, folder = dataset_folders(call.config.data)
     root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
-        folds = call.config.train.fold, call.config.train.group
-        return root, count_images(root, folder, tiling_of(call.config), *folds)
+        folds, tiling = (call.config.train.fold, call.config.train.group), tiling_of(call.config)
+        return root, count_images(root, folder, tiling, *folds, call.config.prepare)
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from ssdctl.config.settings import (
 )
 from ssdctl.runtime.safe_text import redact_urls
 
+# A line of the file of a run: the value of a preset or a rule, not edited since.
+RECORDED = re.compile(r"\w+ = (?P<value>.*)  # (?P<source>.*): (?P=value)")
 SWITCHES = ["true", "True", "TRUE", "1", "false", "False", "FALSE", "0"]
 NUMBER = r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$"
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
@@ -30,6 +33,16 @@ SNAPSHOT_SECTIONS = ("data", "model", "train", "evaluate")
 def values(config: Config) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     return {path: sections[s.section][s.name] for path, s in all_settings().items()}
+
+
+def as_text(value: object) -> str:
+    """Return a value for a variable or `--set`."""
+    if isinstance(value, (list, tuple)):
+        parts = [str(part) for part in value]
+        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
 
 
 def snapshot(config: Config) -> dict[str, Any]:
@@ -51,7 +64,7 @@ def snapshot_sources(config: Config) -> dict[str, str]:
 
 
 def to_snapshot_toml(config: Config) -> str:
-    """Return `snapshot` as a file that `--config` reads back, with sources."""
+    """Return `snapshot` as a file that `--config` reads back, with sources; see `RECORDED`."""
     return _tables(config, _with_source, snapshot(config))
 
 
@@ -90,7 +103,10 @@ def _tables(
 def _with_source(setting: Setting, value: Any, source: Source) -> list[str]:
     if value is None and source.kind <= Kind.PRESET:
         return [f"# {setting.name} =  # {source}"]
-    return [f"{setting.name} = {toml_value(value)}  # {source}"]
+    text = toml_value(value)
+    # An edited line differs from the value behind it.
+    recorded = f": {text}" if source.kind in (Kind.PRESET, Kind.RULE) else ""
+    return [f"{setting.name} = {text}  # {source}{recorded}"]
 
 
 def _with_help(setting: Setting, value: Any, source: Source) -> list[str]:

@@ -21,7 +21,7 @@ import msgspec
 
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
-from ssdctl.config.render import default_lines
+from ssdctl.config.render import RECORDED, default_lines
 from ssdctl.config.settings import (
     ASSIGNMENT,
     DEFAULT,
@@ -93,13 +93,16 @@ def resolve(
         raise UsageError(f"{FILES_VARIABLE}: not what `ssdctl launch` sets") from None
     if file is None and default_file and os.path.lexists(DEFAULT_FILE):
         file = DEFAULT_FILE
+    of_file = [] if file is None else read_toml(Path(file))
     layers = [
-        *(o for o in (read_toml(Path(file)) if file is not None else ()) if o.source != DEFAULT),
+        *(o for o in of_file if o.source.kind > Kind.PRESET),
         *(Override(k, v, Source(Kind.FILE, FILES_VARIABLE)) for k, v in of_files.items()),
         *_from_environment(environment),
         *overrides,
     ]
     checked = [_checked(o) for o in layers]
+    if any(o.path == "train.preset" and o.source.kind > Kind.FILE for o in checked):
+        checked = [o for o in checked if o.source.kind is not Kind.RULE]  # fitted to another one
     chosen = {o.path: o.value for o in checked}  # the last one counts
     recipe = preset_overrides(chosen.get("train.preset", all_settings()["train.preset"].default))
     if "train.eval_every" in chosen:  # instead of the evaluation epochs of a preset
@@ -140,7 +143,8 @@ def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
 def read_toml(path: Path) -> list[Override]:
     """Return the values of a config file, each with its line.
 
-    A default that the config file of a run records has the source DEFAULT.
+    Values that the config file of a run records, and the user did not choose, have the kind of
+    their source: a default, a preset or a rule.
     """
     text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
     lines, names, overrides = _lines_of_keys(text), dict[str, tuple[str, Any]](), []
@@ -148,8 +152,12 @@ def read_toml(path: Path) -> list[Override]:
     for key, value in _flatten(tables):
         source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
         refuse_twice(key, key, value, names, f"{source}: ")
-        if key in lines and rows[lines[key] - 1] == default_lines().get(key):
+        row = rows[lines[key] - 1] if key in lines else ""
+        if row == default_lines().get(key):
             source = DEFAULT
+        elif recorded := RECORDED.fullmatch(row):
+            is_preset = recorded["source"].startswith("preset ")
+            source = Source(Kind.PRESET if is_preset else Kind.RULE, recorded["source"])
         overrides.append(Override(key, value, source))
     return overrides
 

@@ -94,6 +94,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return whether the user set one of these settings: by a file, a variable or the call."""
         return any(self.sources[path].kind >= Kind.FILE for path in paths)
 
+    def is_typed(self, *paths: str) -> bool:
+        """Return whether the call itself sets one of these settings."""
+        return any(self.sources[path].kind is Kind.CALL for path in paths)
+
     def require_not_given(self, paths: Iterable[str], reason: str, hint: str) -> None:
         """Refuse settings of the call that would have no effect on it.
 
@@ -163,6 +167,8 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         keys = ("train.init", "train.resume")
         yield keys, "--init starts a new run, --resume FILE continues one"
     yield from _fold_conflicts(train)
+    if train.fold is None and train.group is not None and config.is_typed("train.group"):
+        yield ("train.group",), "belongs to --fold I/K"
     if train.profile is not None:
         first, last = map(int, train.profile.split(","))
         if last < first:
@@ -176,8 +182,6 @@ def _fold_conflicts(train: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("train.fold",), "expected I/K with I from 1 to K, and K of 2 or more"
         if train.overfit is not None:
             yield ("train.fold",), "validates on other images than --overfit"
-    elif train.group is not None:
-        yield ("train.group",), "belongs to --fold I/K"
 
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.

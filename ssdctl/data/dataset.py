@@ -155,10 +155,10 @@ def read_dataset(
     module: Format | None = None,
     *,
     store: Path | None = None,
-    is_remembered: bool = False,
+    is_optional: bool = False,
 ) -> dict[str, Annotations]:
     """Read the splits of a dataset, in the order of SPLITS; see `read_and_convert`."""
-    return read_and_convert(root, conversion, module, store=store, is_remembered=is_remembered)[0]
+    return read_and_convert(root, conversion, module, store=store, is_optional=is_optional)[0]
 
 
 def read_and_convert(
@@ -167,15 +167,15 @@ def read_and_convert(
     module: Format | None = None,
     *,
     store: Path | None,
-    is_remembered: bool,
+    is_optional: bool,
 ) -> tuple[dict[str, Annotations], Conversion, Division]:
     """Read the splits of a dataset; return also the conversion, and the division by --split.
 
     Args:
         module: The format if known.
         store: Of the dataset; images that it ever divided in the same way stay where they are.
-        is_remembered: --split and --group are the last ones, so they do not apply to a dataset
-            that has validation images by now.
+        is_optional: --split and --group are not of this call, so they do not apply to a dataset
+            that has validation images.
     """
     division = _last_division(root, store) if store else UNDIVIDED
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
@@ -187,11 +187,11 @@ def read_and_convert(
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None and "val" in splits:
-        if not is_remembered:
+        if not is_optional:
             problem = f"{root}: has validation images already, so it is not divided again"
             raise UsageError(problem, hint="omit --split and --group")
         first = next(iter(splits))
-        note = f"validation images were added: --split {conversion.split} is not used any more"
+        note = f"the dataset has validation images, so --split {conversion.split} is not used"
         splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])
         conversion = msgspec.structs.replace(conversion, split=None, group=None)
     elif conversion.split is not None:

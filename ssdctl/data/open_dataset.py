@@ -79,9 +79,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         )
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
-    source = None if options.source == "auto" else options.source
-    image_dir = options.image_dir and relative_image_dir(root, options.image_dir, is_there=False)
-    given = Conversion(source, options.split, options.classes, image_dir, options.group)
+    given = _conversion(root, options)
     if not force:
         refuse_store_of_another(root, folder)
     is_replaced = force and other_dataset(root, folder) is not None
@@ -91,10 +89,8 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     conversion = msgspec.structs.replace(given, **remembered)
     if given.group is not None and conversion.split is None:
-        raise UsageError(
-            f"--group {given.group} without --split",
-            hint="add the share to train on: --split 0.9",
-        )
+        hint = "add the share to train on: --split 0.9"
+        config.require_not_given(["prepare.group"], f"{given.group} without --split", hint)
     if kept := Conversion(**remembered):
         log.info("using the options of the last time: %s; other ones replace them", kept)
     stored = None if is_replaced else config_of(folder)
@@ -113,16 +109,22 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
             options,
             conversion,
             force=force,
-            is_remembered=given.split is None and given.group is None,
+            is_optional=not config.is_typed("prepare.split", "prepare.group"),
             progress=progress,
         )
 
 
-def _last(root: Path, folder: Path) -> Conversion:
-    """Return how the dataset was read the last time."""
+def _conversion(root: Path, options: PrepareConfig) -> Conversion:
+    source = None if options.source == "auto" else options.source
+    image_dir = options.image_dir and relative_image_dir(root, options.image_dir, is_there=False)
+    return Conversion(source, options.split, options.classes, image_dir, options.group)
+
+
+def _last(root: Path, folder: Path, first: PrepareConfig | None = None) -> Conversion:
+    """Return how the dataset was read the last time; `first`: the options of the first time."""
     made = index.last_made(last_store(root, folder))
     if made is None:
-        return AUTOMATIC
+        return AUTOMATIC if first is None else _conversion(root, first)
     if (root / TOML).is_file():  # it takes precedence over the other formats
         return msgspec.structs.replace(made.conversion, source=None)
     return made.conversion
@@ -145,19 +147,27 @@ def _errors_of_last_time(root: Path, folder: Path, remembered: Conversion) -> It
         ) from None
 
 
-def _read_as_last_time(root: Path, folder: Path) -> dict[str, Annotations]:
-    last = _last(root, folder)
-    with _errors_of_last_time(root, folder, last):
-        return read_dataset(root, last, store=folder, is_remembered=True)
+def _read_as_last_time(
+    root: Path, folder: Path, first: PrepareConfig | None
+) -> dict[str, Annotations]:
+    with _errors_of_last_time(root, folder, _last(root, folder)):
+        return read_dataset(root, _last(root, folder, first), store=folder, is_optional=True)
 
 
 def open_dataset(
-    root: Path, folder: Path, *, progress: Progress = without_progress
+    root: Path,
+    folder: Path,
+    options: PrepareConfig | None = None,
+    *,
+    progress: Progress = without_progress,
 ) -> dict[str, Split]:
     """Return the dataset's splits, ready to read.
 
     One that was never prepared is indexed first. If its labels changed, they are indexed again, but
     packed images are never replaced.
+
+    Args:
+        options: Of `prepare`. How the annotations are read is of the last time, if there is one.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
@@ -175,7 +185,7 @@ def open_dataset(
     elif is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
     if changed is None or changed:
-        _index(root, folder, progress)
+        _index(root, folder, options or PrepareConfig(), progress)
         return open_splits(root, folder)
     splits = open_splits(root, folder)
     for split in splits:
@@ -193,15 +203,20 @@ def _changes(root: Path, folder: Path) -> list[str] | None:
     return changed
 
 
-def _index(root: Path, folder: Path, progress: Progress) -> None:
-    last = _last(root, folder)
-    with _errors_of_last_time(root, folder, last):
+def _index(root: Path, folder: Path, options: PrepareConfig, progress: Progress) -> None:
+    unpacked = PrepareConfig(
+        pack=False,
+        allow_dropped=options.allow_dropped,
+        verify_images=options.verify_images,
+        keep_damaged=options.keep_damaged,
+    )
+    with _errors_of_last_time(root, folder, _last(root, folder)):
         outcome = prepare(
             root,
             folder,
-            PrepareConfig(pack=False),
-            last,
-            is_remembered=True,
+            unpacked,
+            _last(root, folder, options),
+            is_optional=True,
             keep_images=True,
             progress=progress,
         )
@@ -263,8 +278,12 @@ def count_images(
     tiling: Tiling | None = None,
     fold: str | None = None,
     group: str | None = None,
+    options: PrepareConfig | None = None,
 ) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written.
+
+    Args:
+        options: See `open_dataset`.
 
     Raises:
         DataError: As `open_dataset`, if a store was made.
@@ -282,7 +301,7 @@ def count_images(
             rows = fold_rows(train, fold, group)
             train, num_val, warnings = without_images(train, rows), len(rows), ()
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
-    unprepared = _read_as_last_time(root, folder)
+    unprepared = _read_as_last_time(root, folder, options)
     annotations = require_split(unprepared, "train", root)
     resolved = resolve_images(unprepared)
     # `prepare` has refused a dataset without boxes: not its packed images are the reason.
@@ -297,7 +316,7 @@ def count_images(
     if fold is not None:
         below = relative_folder(annotations.folder, root)
         paths = paths_below(below, annotations.file_names)
-        is_used = ~is_held_out(paths, fold, group or _last(root, folder).group)
+        is_used = ~is_held_out(paths, fold, group or _last(root, folder, options).group)
         num_val = int((~is_used).sum())
     trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
     background = int((checked.is_empty & is_used).sum())
@@ -334,14 +353,16 @@ def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:
     return {split: found for split, (found, _) in resolve_images(annotations).items()}
 
 
-def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
+def annotations_of(
+    root: Path, folder: Path, options: PrepareConfig | None = None
+) -> dict[str, Annotations]:
     """Return the annotations of a dataset: the index's if it is prepared, else the files'.
 
-    Nothing is written.
+    Nothing is written. `options`: see `open_dataset`.
     """
     require_root(root)
     if not is_prepared(root, folder):
-        return _read_as_last_time(root, folder)
+        return _read_as_last_time(root, folder, options)
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

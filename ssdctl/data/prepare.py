@@ -121,7 +121,7 @@ def prepare(
     conversion: Conversion = AUTOMATIC,
     *,
     force: bool = False,
-    is_remembered: bool = False,
+    is_optional: bool = False,
     keep_images: bool = False,
     progress: Progress = without_progress,
 ) -> Outcome:
@@ -129,7 +129,8 @@ def prepare(
 
     Args:
         force: Write it again even if nothing changed.
-        is_remembered: The conversion's --split is the last one, not chosen for this call.
+        is_optional: The conversion's --split is not of this call: a dataset that has validation
+            images is not divided.
         keep_images: Write only indexes if the store has packed images, whose options replace the
             config's.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
@@ -150,13 +151,14 @@ def prepare(
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
-    dataset = _read(root, folder, conversion, is_remembered=is_remembered)
+    dataset = _read(root, folder, conversion, is_optional=is_optional)
     is_new = not folder.exists()
     _make_store_dir(folder)  # not earlier: nothing may be wrong
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if keep_images:
-            config = config_of(folder) or config
-        if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
+            stored = config_of(folder) or config
+            config = msgspec.structs.replace(stored, allow_dropped=config.allow_dropped)
+        if not force and (outcome := _unchanged_outcome(root, folder, config, dataset.conversion)):
             return outcome
         try:
             return _write(_Store(root, folder, config, force, keep_images, progress), dataset)
@@ -198,13 +200,13 @@ class _PreparedSplit(NamedTuple):
     report: SplitReport
 
 
-def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bool) -> _Dataset:
+def _read(root: Path, folder: Path, conversion: Conversion, *, is_optional: bool) -> _Dataset:
     """Read a dataset, find its images, and record the versions of its files."""
     name, module = find(root, conversion.source)
     base, files = root_folder(root), label_files(root, name, folder)
     versions, contents = versions_of(base, files), contents_of(base, files)
     splits, conversion, division = read_and_convert(
-        root, conversion, module, store=folder, is_remembered=is_remembered
+        root, conversion, module, store=folder, is_optional=is_optional
     )
     require_same_classes(root, splits)
     resolved = resolve_images(splits)

@@ -18,6 +18,7 @@ from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.runtime.packages import no_buffer_sync
 
 if TYPE_CHECKING:
+    from ssdctl.config import PrepareConfig
     from ssdctl.data.store import Split
     from ssdctl.runtime.progress import Progress
 
@@ -46,14 +47,14 @@ def main_first(on_main: Callable[[], T], on_others: Callable[[], T], ranks: Rank
 
 
 def open_on_all_ranks(
-    root: Path, folder: Path, ranks: Ranks, progress: Progress
+    root: Path, folder: Path, options: PrepareConfig, ranks: Ranks, progress: Progress
 ) -> dict[str, Split]:
-    """Return the splits; the other ranks wait for the first one however long it prepares."""
+    """Return the splits as `open_dataset`; the other ranks wait while the first one prepares."""
     from ssdctl.data.open_dataset import open_dataset  # late: a run without ranks needs neither
     from ssdctl.data.store import open_splits
 
     return main_first(
-        lambda: open_dataset(root, folder, progress=progress),
+        lambda: open_dataset(root, folder, options, progress=progress),
         lambda: open_splits(root, folder),
         ranks,
     )

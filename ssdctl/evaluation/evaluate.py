@@ -329,7 +329,7 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
     settings = config.evaluate
     root, store = dataset_folders(config.data)
     name: str = settings.split
-    splits = annotations_of(root, store)
+    splits = annotations_of(root, store, config.prepare)
     if root.is_file() and len(splits) == 1 and not config.is_chosen("evaluate.split"):
         name = next(iter(splits))
     truth = ground_truth(require_split(splits, name, root))
@@ -400,7 +400,7 @@ def detect_on_split(
     config = fit_to_graph(checkpoint, config)
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    splits = open_on_all_ranks(root, folder, ranks, progress)
+    splits = open_on_all_ranks(root, folder, config.prepare, ranks, progress)
     fold = choose_fold(fold_of or checkpoint, config, root, splits, is_required=only_fold)
     name_of_split = settings.split if fold is None else "train"
     split = require_split(splits, name_of_split, root)

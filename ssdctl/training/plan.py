@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.config.fields import augmentation_names
-from ssdctl.config.settings import Kind, Source
+from ssdctl.config.resolve import Override, preset_overrides
+from ssdctl.config.settings import DEFAULT, Kind, Source, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
@@ -272,6 +273,7 @@ def make_plan(
             `largest_batch`, or one image for batch norm; the warm-up is longer than the run;
             --background without an image for it.
     """
+    config = _unfitted(config)
     out, notices = run_dir(config).path, check_settings(config, device)
     config = _with_network(_with_precision(config, device, before), network)
     share = _background_share(config, dataset)
@@ -290,6 +292,16 @@ def make_plan(
         plan = _adapted(first, share)
     _check(plan, dataset)
     return plan
+
+
+def _unfitted(config: Config) -> Config:
+    """Return the config without what a rule chose for the run whose config file was read."""
+    recipe = {override.path: override for override in preset_overrides(config.train.preset)}
+    for path, source in config.sources.items():
+        if source.kind is Kind.RULE:
+            plain = recipe.get(path, Override(path, all_settings()[path].default, DEFAULT))
+            config = config.with_value(path, plain.value, plain.source)
+    return config
 
 
 def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...]:

@@ -261,7 +261,7 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return Splits(fake_split(), None)
     tiling = tiling_of(config)
-    splits = open_on_all_ranks(root, folder, ranks, progress)
+    splits = open_on_all_ranks(root, folder, config.prepare, ranks, progress)
     splits = {name: tiled(split, tiling) for name, split in splits.items()}
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")

@@ -195,7 +195,7 @@ def test_config_commands(cli: Cli) -> None:
 
 
 def test_a_file_may_have_settings_of_other_commands(cli: Cli) -> None:
-    Path("ssdctl.toml").write_text('[train]\ngroup = "(.)"\n')
+    Path("ssdctl.toml").write_text('[train]\nfold = "1/2"\noverfit = 4\n')
     cli("doctor", "--help").expect(0)
     cli("runs", ".").expect(0)
     cli("evaluate", "absent.pt").expect(2, "absent.pt: no such file")
@@ -203,7 +203,7 @@ def test_a_file_may_have_settings_of_other_commands(cli: Cli) -> None:
     with pytest.raises(UsageError, match=r"absent\.pt"):
         ssdctl.evaluate("absent.pt", config="ssdctl.toml")
     for command in ("train --dry-run", "launch --cpus 2 --dry-run", "config show"):
-        cli(*command.split()).expect(2, "ssdctl.toml:2: train.group: belongs to --fold")
+        cli(*command.split()).expect(2, "ssdctl.toml:2: train.fold: validates on other")
     Path("ssdctl.toml").unlink()
     Path("ssdctl.toml").symlink_to("absent.toml")
     cli("runs", ".").expect(2, "ssdctl.toml: no such config file")

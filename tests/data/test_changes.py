@@ -163,7 +163,7 @@ def test_a_dataset_that_is_divided_in_another_way_is_noticed(tmp_path: Path, cli
     cli("evaluate", "first", *elsewhere).expect(0, "was trained on images of copy")
     shutil.rmtree(root / "train")
     exports.roboflow_yolo(root)  # with its own validation images
-    assert "validation images were added" in cli(*train, "--dry-run").err
+    assert "so --split 0.8 is not used" in cli(*train, "--dry-run").err
     cli(*prepare).expect(0)
     for command in (
         ("evaluate", "first", "--device", "cpu"),

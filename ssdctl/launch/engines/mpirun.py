@@ -70,6 +70,8 @@ class Mpirun(Engine):
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Mpirun:
         """Read the version of Open MPI, find a free port, and this machine in the host file."""
+        hint = "mpirun takes --hostfile FILE"
+        config.require_not_given(["launch.rdzv_endpoint"], "is torchrun's", hint)
         if len(request.hosts) > 1 and not config.is_chosen("launch.nodes"):
             text = f"{request.config.hostfile} lists {len(request.hosts)} hosts: give --nodes"
             raise UsageError(text)
@@ -215,8 +217,6 @@ def _refuse_unsupported(request: LaunchRequest) -> None:
             "--launcher mpirun: TPU processes take their chips from torchrun's variables",
             hint="leave --launcher out",
         )
-    if request.config.rdzv_endpoint is not None:
-        raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
     refuse_separator(request)
 
 

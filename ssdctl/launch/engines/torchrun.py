@@ -53,6 +53,9 @@ class Torchrun(Engine):
         """Read PyTorch's version, and the address at which other nodes reach this one."""
         inherited = "leave it out: ranks inherit the environment of the launch on their node"
         config.require_not_given(["launch.export_env"], "is for mpirun", inherited)
+        if request.config.nodes == 1:
+            others = ["launch.hostfile", "launch.rdzv_endpoint"]
+            config.require_not_given(others, "is for several nodes", "add --nodes N")
         (host, _), address, is_host = _endpoint(request), None, False
         if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_written:
             address = address_for_peers(host.strip("[]"))
@@ -103,9 +106,6 @@ class Torchrun(Engine):
         """Return torchrun's options to join the nodes, and the option that is missing for it."""
         config = request.config
         if config.nodes == 1:
-            if config.hostfile or config.rdzv_endpoint:
-                text = "--hostfile and --rdzv-endpoint are for several nodes: give --nodes"
-                raise UsageError(text)
             # The kernel chooses the rendezvous port, so two jobs on a host cannot conflict; the
             # loopback is used because some machines cannot resolve their own name.
             return ["--standalone", "--local-addr=127.0.0.1"], None
