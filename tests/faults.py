@@ -174,9 +174,8 @@ class _Hook:
 def score_in_this_process() -> None:
     """Evaluate without a process of its own, which would import for a second."""
     from ssdctl.evaluation.analysis import BackgroundScoring, score
-    from ssdctl.evaluation.coco_ap import read_ground_truth
 
-    run: Callable[[Any], Any] = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
+    run: Callable[[Any], Any] = lambda s: score(*s._job)  # noqa: E731
     BackgroundScoring._run = run  # type: ignore[method-assign]
 
 

@@ -150,15 +150,18 @@ class CheckpointFolder:
             file: The checkpoint of `--resume FILE` that the run continues from.
         """
         is_later = bool(self.steps()) and step_of(self.steps()[-1]) > step
-        is_best_later = is_later and self._is_best_later(step)
+        is_best_later = is_later and (self.step_of_best() or 0) > step
         return go_back(self._run, step, file, is_best_later=is_best_later)
 
-    def _is_best_later(self, step: int) -> bool:
-        if not (best := self._run.best).is_file():
-            return False
-        with contextlib.suppress(IntegrityError):
-            return load_resumable(best).step > step
-        return any(path.samefile(best) and step_of(path) > step for path in self.steps())
+    def step_of_best(self) -> int | None:
+        """Return the step of best.pt; None if there is none, or it is damaged."""
+        if (best := self._run.best).is_file():
+            for path in self.steps():
+                if is_same_file(path, best):
+                    return step_of(path)
+            with contextlib.suppress(IntegrityError):
+                return load_resumable(best).step
+        return None
 
     def repair(self) -> None:
         """Finish what a killed process began. Call it with the run's lock, before reading.

@@ -207,7 +207,7 @@ class Checkpoint(NetworkWeights):
             **_network_of(fields),
             config=fields.config,
             step=fields.step,
-            epoch=fields.samples_seen / fields.images,
+            epoch=fields.step * fields.global_batch / fields.images,
             tiling=_tiling(fields.config),
             samples_seen=fields.samples_seen,
             images=fields.images,

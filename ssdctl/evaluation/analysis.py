@@ -14,7 +14,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ from ssdctl.evaluation.coco_ap import (
     Detections,
     Scoring,
     evaluated,
-    read_ground_truth,
     run_scoring,
 )
 from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
@@ -138,19 +136,18 @@ def compare(a: tuple[Evaluation, Draws], b: tuple[Evaluation, Draws]) -> Compari
 class BackgroundScoring:
     """Compute an evaluation in a background process; takes the arguments of `score`.
 
-    The process reads detections from stdin and writes an `Evaluation` to stdout. It ignores
-    signals: the parent process handles them.
+    The process reads them from stdin and writes an `Evaluation` to stdout. It ignores signals: the
+    parent process handles them.
     """
 
     def __init__(
         self,
-        annotations: Path,
+        truth: Annotations,
         detections: Detections,
         about: EvaluationInfo,
         image_ids: NDArray[np.int64] | None = None,
     ) -> None:
-        self._annotations = annotations
-        self._job = detections, about, image_ids
+        self._job = truth, detections, about, image_ids
         self._evaluation = run_in_daemon_thread(self._run)
 
     @property
@@ -160,10 +157,10 @@ class BackgroundScoring:
 
     def result(self) -> Evaluation:
         # If the process failed, raise the reason here.
-        return self._evaluation.result() or score(read_ground_truth(self._annotations), *self._job)
+        return self._evaluation.result() or score(*self._job)
 
     def _run(self) -> Evaluation | None:
-        command = [sys.executable, "-c", SCORER, str(self._annotations)]
+        command = [sys.executable, "-c", SCORER]
         try:
             done = subprocess.run(command, input=pickle.dumps(self._job), capture_output=True)
             if done.returncode < 0:
@@ -178,12 +175,12 @@ class BackgroundScoring:
 
 
 def serve() -> None:
-    """Score the job of a `BackgroundScoring`; the argument is the file of annotations."""
+    """Score the job of a `BackgroundScoring`."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     job = pickle.load(sys.stdin.buffer)  # from the parent process
     try:
-        evaluation = score(read_ground_truth(Path(sys.argv[1])), *job)
+        evaluation = score(*job)
     except SsdctlError:
         sys.exit(1)  # the parent repeats the job and raises the error
     sys.stdout.buffer.write(msgspec.json.encode(evaluation))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.analysis import BackgroundScoring
-from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.evaluation.coco_ap import Detections, read_ground_truth
 from ssdctl.evaluation.detect import ValidationLoss, detect
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
@@ -21,6 +21,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 
 if TYPE_CHECKING:
+    from ssdctl.data.annotations import Annotations
     from ssdctl.device import Device
     from ssdctl.distributed import Ranks
     from ssdctl.model.ssd300 import SSD300
@@ -81,6 +82,9 @@ class Evaluator:
         self._plan, self._model, self._device, self._ranks = plan, model, device, ranks
         self._splits, self._threads = splits, threads
         self._scoring: BackgroundScoring | None = None
+        self._truth: Annotations | None = None  # on the first rank; `prepare` may replace the file
+        if splits.val is not None and ranks.is_main:
+            self._truth = read_ground_truth(splits.val.index_file)
         first = None if past else best_ap
         self.early_stopping = EarlyStopping(first, config.target_ap, config.patience)
         for record in {record["step"]: record for record in past}.values():
@@ -130,6 +134,7 @@ class Evaluator:
         assert self._scoring is None
         plan, val, rows = self._plan, self._splits.val, self._splits.val_rows
         assert val is not None
+        assert self._truth is not None
         root, store = dataset_folders(plan.config.data)
         settings = plan.config.evaluate
         limits = self._model.constants.thresholds(settings.score_threshold, settings.nms_iou)
@@ -145,7 +150,7 @@ class Evaluator:
             score_threshold=limits[0],
             warnings=[*val.warnings] if rows is None else [],
         )
-        self._scoring = BackgroundScoring(val.index_file, detections, about, image_ids)
+        self._scoring = BackgroundScoring(self._truth, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> tuple[Evaluation, bool] | None:
         """Return the evaluation finished since the last call and whether it is the best, if any."""

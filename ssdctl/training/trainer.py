@@ -252,12 +252,11 @@ class Trainer:
         self.profiler = StepProfiler(config.profile, profile, self.device, ranks)
 
     def _open_evaluator(self, checkpoint: Checkpoint | None) -> None:
-        past = self._past_evaluations()
+        past = self._past_with_weights()
         best_ap = None if checkpoint is None else checkpoint.best_ap
-        if not (self.ranks.is_main and RunDir(self.plan.out).best.exists()):
-            # The best weights were deleted, or the run goes on from an earlier step.
-            steps = {*map(step_of, self.saver.steps())}
-            past, best_ap = [record for record in past if record["step"] in steps], None
+        is_complete = len(past) == len(self._past_evaluations())
+        if not (self.ranks.is_main and is_complete and RunDir(self.plan.out).best.exists()):
+            best_ap = None
         self.evaluator = Evaluator(
             self.plan,
             self.model,
@@ -422,7 +421,7 @@ class Trainer:
             thresholds=self._thresholds,
             config=snapshot(plan.config),
             step=self.step,
-            epoch=self.samples_seen / plan.images,
+            epoch=plan.epoch(self.step),
             samples_seen=self.samples_seen,
             images=plan.images,
             global_batch=plan.global_batch_size,
@@ -533,10 +532,20 @@ class Trainer:
     def _past_evaluations(self) -> list[dict[str, Any]]:
         return [record for record in self._past() if record["kind"] == "eval"]
 
+    def _past_with_weights(self) -> list[dict[str, Any]]:
+        """Return the evaluations, without better ones of weights that are gone.
+
+        The best weights may be deleted or damaged, or of a branch that the run left.
+        """
+        if not (past := self._past_evaluations()):
+            return past
+        steps = {*map(step_of, self.saver.steps()), self.saver.step_of_best()}
+        best = max((r["AP"] for r in past if r["step"] in steps), default=-1.0)
+        return [r for r in past if r["step"] in steps or r["AP"] < best]
+
     def _update_links(self) -> None:
         """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
-        past = self._past()
-        best = best_evaluation(past)
+        best = best_evaluation(self._past_with_weights())
         # The best AP of a checkpoint whose record was lost is not of a known step.
         if best and best["AP"] == self.evaluator.early_stopping.ap:
             self.saver.best_step = best["step"]
@@ -710,9 +719,12 @@ class Trainer:
         if self.evaluator.is_repeated:
             return
         record = Scored(step, evaluation, self.evaluator.losses, is_best)
-        self._observers.tell(lambda observer: observer.on_evaluation(record))
+        try:  # the first observer writes the record; another one may end the run
+            self._observers.tell(lambda observer: observer.on_evaluation(record))
+        finally:
+            if is_best:
+                self.saver.mark_best(step)
         if is_best:
-            self.saver.mark_best(step)
             self._tell_checkpoint("best", step)
 
     def _tell_checkpoint(self, name: Literal["best", "last"], step: int) -> None:

@@ -71,6 +71,7 @@ MISTAKES = [
     ("launch --tpus 4 --tpu-version v3 --execution compile --dry-run", 2, "--execution lazy"),
     ("launch --tpus 4 --tpu-version v3 --bs 100 --dry-run", 2, "--bs 96 is a multiple of 8"),
     ("launch --gpus 8 --warmup 1200 --dry-run", 2, "--warmup 1200st"),
+    ("launch --gpus 8 --backbone-weights nosuch --write x.sh", 2, "'nosuch'"),
     ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
     ("launch --cpus 2 -- train --resume a.pt", 2, "leave out the word train"),
     ("launch --cpus 2 -- predict a.pt a.jpg", 2, "predict does not share its work among ranks"),

@@ -1,6 +1,7 @@
 """The layers of the config, the source of each value, and what is refused."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from ssdctl.config.resolve import (
     preset_overrides,
     resolve,
 )
-from ssdctl.config.settings import DEFAULT, Config, all_settings
+from ssdctl.config.settings import DEFAULT, Config, Kind, Source, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
 
@@ -135,6 +136,19 @@ def test_defaults_in_the_file_of_a_run_are_not_chosen() -> None:
     sources = resolved(text=text.replace('"val"', '"test"')).sources
     chosen = {p for p, s in sources.items() if s != DEFAULT and not all_settings()[p].is_recipe}
     assert chosen == {"train.seed", "evaluate.verify", "evaluate.split"}
+
+
+def test_only_edited_values_of_presets_and_rules_are_chosen() -> None:
+    rule, given = Source(Kind.RULE, "a rule"), resolved()
+    for path, value in (("train.lr", 0.5), ("train.epochs", 7), ("train.warmup", "3ep")):
+        given = given.with_value(path, value, rule)
+    edited = {"epochs = 7 ": "epochs = 8 ", "momentum = 0.9 ": "momentum = 0.8 "}
+    text = functools.reduce(lambda t, e: t.replace(*e), edited.items(), to_snapshot_toml(given))
+    again, named = resolved(text=text), resolved(("train.preset", "mlperf-r34"), text=text)
+    assert (again.train.lr, again.train.warmup, again.sources["train.lr"]) == (0.5, "3ep", rule)
+    chosen = {path for path in again.sources if again.is_chosen(path)}
+    assert chosen == {"train.epochs", "train.momentum"}
+    assert (named.train.lr, named.train.epochs) == (0.0025, 8)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -8,7 +8,7 @@ from typing import Literal
 from unicodedata import normalize
 
 import pytest
-from conftest import Cli
+from conftest import TINY_RUN, Cli
 from data.formats import exports
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Annotations, Conversion, LabeledBox, LabeledImage, from_images
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import Division, divided, next_division, series_warning
-from ssdctl.data.index import read_images, read_made
+from ssdctl.data.index import read_images, read_made, require_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, UsageError
@@ -63,6 +63,20 @@ def test_the_index_remembers_how_the_dataset_was_read(
     splits = open_dataset(undivided, store)
     assert [c.name for c in splits["val"].classes] == ["ball", "star"]
     assert read_images(store, "val").names == held
+
+
+def test_the_table_of_a_file(undivided: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    Path("ssdctl.toml").write_text('[prepare]\nsplit = 0.75\nclasses = ["ball"]\n')
+    train = ("train", "--data", undivided, "--fp32", *TINY_RUN.split())
+    assert "14 training images, 6 for validation; 1 class: ball" in cli(*train, "--dry-run").out
+    cli(*train).expect(0)
+    made = require_metadata(undivided / "prepared/index-val.arrow").made
+    assert made.conversion == Conversion(split=0.75, classes=("ball",))
+    divided_already = ("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack")
+    cli(*divided_already).expect(0, "--split 0.75 is not used")
+    cli(*divided_already, "--group", "x").expect(2, "validation images already")
+    Path("ssdctl.toml").write_text('[prepare]\nclasses = ["star", "bull"]\n')
+    cli(*divided_already).expect(2, "ssdctl.toml:2: prepare.classes")
 
 
 def test_a_group_replaces_the_remembered_one_of_a_split(undivided: Path, cli: Cli) -> None:

@@ -26,7 +26,7 @@ import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.shapes import generate
 from ssdctl.evaluation.analysis import BackgroundScoring, score
-from ssdctl.evaluation.coco_ap import Detections, read_ground_truth
+from ssdctl.evaluation.coco_ap import Detections
 
 METRICS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
 
@@ -102,7 +102,7 @@ def make_world(
         return detections([f for f in found if f[3] > detector.score_threshold])
 
     monkeypatch.setattr("ssdctl.evaluation.resample.NUM_DRAWS", 20)  # as fast as the rest
-    run = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
+    run = lambda s: score(*s._job)  # noqa: E731
     monkeypatch.setattr(BackgroundScoring, "_run", run)  # not in a process of its own
     # The evaluator first: when it is imported it must not find the drawn detections.
     for module in ("ssdctl.training.evaluator", "ssdctl.evaluation.detect"):
