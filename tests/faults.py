@@ -13,10 +13,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from ssdctl.distributed import free_port
 
@@ -172,10 +174,17 @@ class _Hook:
 
 
 def score_in_this_process() -> None:
-    """Evaluate without a process of its own, which would import for a second."""
+    """Evaluate without a process of its own, which would import for a second.
+
+    Every step has an AP of its own: so short a training finds nothing.
+    """
     from ssdctl.evaluation.analysis import BackgroundScoring, score
 
-    run: Callable[[Any], Any] = lambda s: score(*s._job)  # noqa: E731
+    def run(scoring: Any) -> Any:
+        found = score(*scoring._job)
+        ap = (found.about.step or 0) * 7 % 11 / 20
+        return msgspec.structs.replace(found, metrics={**found.metrics, "AP": ap})
+
     BackgroundScoring._run = run  # type: ignore[method-assign]
 
 
