@@ -138,6 +138,11 @@ class ModelFile:
         """The settings of the run by path; None if the file is not a run's checkpoint."""
         return None
 
+    @property
+    def has_ids_as_labels(self) -> bool:
+        """Whether a file has category ids for labels, as torchvision's; else N is the Nth class."""
+        return not self.classes and self.architecture.backbone == "vgg16"
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OnnxGraph(ModelFile):

@@ -137,7 +137,8 @@ class AliasCommand(HelpCommand):
             if self.name not in names:  # such as of a script that trained and evaluated
                 return Row("V" * template.endswith("="), "", "", f"ssdctl {name} has it")
             return _row_of(name, option)
-        keys = [setting.path for table in JOB_TABLES for setting in select(f"{table}.*")]
+        tables = JOB_TABLES if self.name == "launch" else ()
+        keys = [setting.path for table in tables for setting in select(f"{table}.*")]
         key = next((key for key in keys if f"--{_dashed(key.partition('.')[2])}" == flag), None)
         return None if key is None else _row_of("launch", f"--set {key}={{}}")
 

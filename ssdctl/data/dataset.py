@@ -122,7 +122,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     _refuse_format_beside_toml(path, name)
     if name is not None and not path.is_file():
         return name, load(name)  # load() raises with the reason
-    if coco.own_splits(path):
+    if "train" in coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
     found = [entry for entry in recognized(path) if name in (None, entry[0])]
     if not found:

@@ -287,6 +287,9 @@ def dataset_category_ids(
     difference = class_differences(known, classes)
     if not checkpoint.classes:  # a third-party file without names: only the number can be compared
         count = checkpoint.architecture.num_classes - 1
+        if checkpoint.has_ids_as_labels and 0 < min(ids, default=0) <= max(ids) <= count:
+            labels = np.arange(1, count + 1)
+            return np.where(np.isin(labels, ids), labels, -1)
         if count == len(classes):
             return ids
         difference = f"it has {count} classes without names, the dataset has {len(classes)}"

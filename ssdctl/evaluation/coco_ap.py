@@ -10,9 +10,11 @@ scoring does not use, and pycocotools mishandles an annotation id of 0.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import logging
+import posixpath
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from ssdctl.data.coco_json import Int64, coco_document, column, decode, read_con
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.files import DECODE_ERRORS
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 COCO_METRICS: dict[str, tuple[str, float | None, int, int]] = {
@@ -69,10 +71,14 @@ class Detections(NamedTuple):
         """Whether all scores are in 0 to 1, which calibration and suspects require."""
         return bool(((self.scores >= 0) & (self.scores <= 1)).all())
 
-    def to_coco(self) -> list[dict[str, Any]]:
-        """Return COCO's results format."""
+    def to_coco(self, names: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+        """Return COCO's results format, with the images' names if they are given."""
         rows = zip(*(column.tolist() for column in self), strict=True)
-        return [{"image_id": i, "category_id": c, "bbox": b, "score": s} for i, b, s, c in rows]
+        return [
+            {"image_id": i, "category_id": c, "bbox": b, "score": s}
+            | ({} if names is None else {"file_name": names[i]})
+            for i, b, s, c in rows
+        ]
 
 
 class ClassScore(NamedTuple):
@@ -99,21 +105,43 @@ class Scoring(NamedTuple):
 
 
 class _Result(msgspec.Struct, gc=False):
-    image_id: Int64
+    image_id: Int64 | str
     category_id: Int64
     bbox: tuple[float, float, float, float]
     score: float
+    file_name: str | None = None
 
 
-def read_detections(path: Path) -> Detections:
+def read_detections(
+    path: Path, truth: Annotations | None = None, *, has_ids: bool = True
+) -> Detections:
     """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
 
+    Args:
+        truth: If all rows have a `file_name`, and it has images of such names, they replace the
+            ids: those of formats without ids change when images are added.
+        has_ids: Whether the files of the dataset have ids of the images.
+
     Raises:
-        DataError: Not a COCO results file.
+        DataError: Not a COCO results file; or only some of the named images are in `truth`.
     """
     problem, content = "", read_content(path)
     try:
         rows = decode(content, list[_Result])
+        if rows and truth is not None and all(row.file_name for row in rows):
+            ids = _ids_by_name(path, {str(row.file_name) for row in rows}, truth)
+            for row in rows:
+                row.image_id = ids.get(str(row.file_name), row.image_id)
+        elif rows and not has_ids:
+            log.warning(
+                "%s: its rows have no file_name, and %s has no image ids: N is taken for the Nth "
+                "image, sorted by name, as long as no image is added or removed",
+                path,
+                truth.origin if truth else "the dataset",
+            )
+        if texts := [row.image_id for row in rows if isinstance(row.image_id, str)]:
+            problem = f"the image id {texts[0][:60]!r} is not a number"
+            rows = []
         boxes = np.array([r.bbox for r in rows], np.float64).reshape(-1, 4)
         scores = np.array([r.score for r in rows], np.float64)
         if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
@@ -125,6 +153,22 @@ def read_detections(path: Path) -> Detections:
         raise DataError(f"{path}: not in COCO's results format: {problem}", hint=hint)
     image_ids, category_ids = column(rows, "image_id"), column(rows, "category_id")
     return Detections(image_ids, boxes, scores, category_ids)
+
+
+def _ids_by_name(path: Path, names: set[str], truth: Annotations) -> dict[str, int]:
+    """Return the image id of each name, of which other programs write the last part only."""
+    last = posixpath.basename
+    whole = dict(zip(truth.file_names, truth.image_ids.tolist(), strict=True))
+    counts = collections.Counter(map(last, whole))
+    ids = {last(name): i for name, i in whole.items() if counts[last(name)] == 1} | whole
+    found = {n: ids[n if n in ids else last(n)] for n in names if n in ids or last(n) in ids}
+    if found and (others := sorted(names - found.keys())):
+        raise DataError(
+            f"{path}: {counted(len(others), 'image')} with detections are not in {truth.origin}, "
+            f"or several have the name: {listed(others, MAX_NAMED)}",
+            hint="score them against the annotations they belong to: --data DIR, --split",
+        )
+    return found
 
 
 def read_ground_truth(path: Path) -> Annotations:

@@ -25,7 +25,8 @@ from ssdctl.config.resolve import of_call
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
-from ssdctl.data.index import index_path, require_metadata
+from ssdctl.data.formats import coco
+from ssdctl.data.index import index_path, last_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
@@ -48,6 +49,7 @@ from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections,
 from ssdctl.evaluation.resample import Draws
 from ssdctl.files import require_own_file, write_bytes
 from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
+from ssdctl.runtime.plugins import FORMATS, built_in
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
@@ -315,10 +317,22 @@ def _read_unless_deleted(
 def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -> Evaluation:
     """Score detections, after they are written."""
     if detections_file is not None:
-        write_bytes(detections_file, msgspec.json.encode(found.detections.to_coco()))
+        names = None
+        if _numbers_images(Path(found.about.data), Path(found.about.store)):
+            truth = found.truth
+            names = dict(zip(truth.image_ids.tolist(), truth.file_names, strict=True))
+        write_bytes(detections_file, msgspec.json.encode(found.detections.to_coco(names)))
         count = len(found.detections.scores)
         log.info("%d detections written to %s", count, detections_file)
     return found.score(verify=config.evaluate.verify)
+
+
+def _numbers_images(root: Path, store: Path) -> bool:
+    """Return whether a dataset's files have no image ids: the images are numbered by name."""
+    made = last_made(store)
+    if made is None:
+        return not coco.splits_of(root)
+    return made.format in {*built_in(FORMATS)} - {"coco"}
 
 
 def _read_results(path: Path, config: Config) -> DetectedSplit:
@@ -343,7 +357,8 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
         warnings = duplicate_warnings(name, len(truth.image_ids), duplicates)
     for warning in warnings:
         log.warning("%s", warning)
-    found, low = read_detections(path), settings.score_threshold
+    found = read_detections(path, truth, has_ids=not _numbers_images(root, store))
+    low = settings.score_threshold
     if low is not None:
         found = Detections._make(column[found.scores >= low] for column in found)
     about = EvaluationInfo(

@@ -111,7 +111,7 @@ class CocoWriter(Writer):
 
     def add(self, source: ImageSource, result: Result) -> None:
         number = len(self.entries) + 1
-        self._results += result.to_coco(number)
+        self._results += [{**row, "file_name": source.name} for row in result.to_coco(number)]
         objects = []
         for d in _with_area(result):
             left, top, right, bottom = d.box

@@ -331,10 +331,10 @@ def _reader(evaluation: Evaluation) -> Reader:
     root, store = Path(about.data), Path(about.store)
     annotations = require_split(annotations_with_images(root, store), about.split, root)
     split = open_split(root, store, about.split) if is_prepared(root, store) else None
-    rows = {int(image_id): row for row, image_id in enumerate(annotations.image_ids)}
+    rows = {name: row for row, name in enumerate(annotations.file_names)}  # ids may be renumbered
 
     def read(sample: SampleImage) -> tuple[Pixels, int]:
-        row = rows.get(sample.image_id)
+        row = rows.get(sample.file_name)
         if row is None:
             raise DataError("it is no longer in the dataset")
         if split is not None:

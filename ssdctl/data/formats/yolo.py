@@ -327,6 +327,9 @@ def _named_images(
     words = {split_of(file.rpartition("/")[0]) for file in finder.files}
     if "train" in stale and "train" not in words | {*found_splits}:
         hint = "correct it, or delete train, val and test: the folders are then the splits"
+        whole = (finder.root / str(base or "")).resolve()
+        if whole.is_dir() and not whole.is_relative_to(finder.root.resolve()):
+            hint = f"its path is {whole}: copy {origin.name} into that folder, and name that one"
         raise DataError(stale["train"], hint=hint)
     return found_splits
 
