@@ -81,6 +81,10 @@ def configure_launch(
         of_files = exported_settings(call, Kind.FILE)
         if of_files and last_value(command, "--config") is None:  # else the ranks read it
             variables[FILES_VARIABLE] = json.dumps(of_files)
+    package = Path(__file__).parents[2]
+    if not engine.runs_elsewhere and package not in map(Path, sys.path):  # of a clone's folder
+        others = filter(None, [os.environ.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(package), *others])
     if rest:  # the command may not have --device: set it by variables, which any command accepts
         variables |= {s.environment: device for s in settings.values() if s.name == "device"}
     if issubclass(engine, BatchEngine):

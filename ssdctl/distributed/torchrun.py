@@ -18,6 +18,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import get_args_parser, main
 
 from ssdctl.errors import ExitCode
@@ -45,6 +46,10 @@ def set_tpu_variables(words: list[str]) -> None:
             os.environ.setdefault(f"PET_{name}", os.environ[name])
 
 
+def _endpoint(words: list[str]) -> str:
+    return str(get_args_parser().parse_args(words).rdzv_endpoint)
+
+
 def run(words: list[str]) -> None:
     """Run torchrun's command line; exit 1 if a rank failed, 128 + N after signal N."""
     if words[:1] == ["--tpu"]:
@@ -62,6 +67,11 @@ def run(words: list[str]) -> None:
         main(words)
     except ChildFailedError:
         sys.exit(1)
+    except RendezvousConnectionError:
+        hint = "another program may use the port, or the first node is not reached at that name"
+        text = f"error: no rendezvous at {_endpoint(words)}\nhint: {hint}"
+        print(text, file=sys.stderr)  # noqa: T201
+        sys.exit(ExitCode.DISTRIBUTED)
     except SignalException as error:
         sys.exit(128 + error.sigval)
 

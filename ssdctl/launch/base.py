@@ -273,7 +273,9 @@ def submit_text(job: Job, list_command: str) -> str:
     """
     process = _call(job.argv, job.text)
     if process.returncode:
-        raise UsageError(f"{job.argv[0]} refused the job: {process.stderr.strip()}")
+        made = " ".join(process.stdout.split())
+        hint = f"it has made {made} before: `{job.argv[0]} delete {made}`" if made else None
+        raise UsageError(f"{job.argv[0]} refused the job: {process.stderr.strip()}", hint=hint)
     job_id = process.stdout.strip().rpartition("\n")[2]  # kubectl: one line per object, it is last
     if not JOB_ID.fullmatch(job_id):
         raise DistributedError(
@@ -304,6 +306,7 @@ def query(*argv: str) -> str:
 def _call(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     # A job takes the caller's variables along, but not those of an allocation that it is in.
     own = {k: v for k, v in os.environ.items() if k in OF_CLUSTER or not k.startswith("SLURM_")}
+    own.pop("SBATCH_WAIT", None)  # `launch --wait` waits
     # Its output may have any bytes.
     return subprocess.run(
         argv, input=text, capture_output=True, encoding="utf-8", errors="replace", env=own

@@ -121,11 +121,14 @@ class Slurm(BatchEngine):
         ranks, config, slurm = request.ranks_per_node, request.config, self.settings
         _check_time(slurm)
         cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
-        environment = dict(request.variables)
+        # The script's own Python must not import random.py of the job's folder.
+        environment = {**request.variables, "PYTHONSAFEPATH": "1"}
         if "OMP_NUM_THREADS" not in request.environment:
             environment["OMP_NUM_THREADS"] = str(cores)
         requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
         directives = self._directives(request, ranks, cores)
+        # Variables such as SBATCH_PARTITION override directives, but not options.
+        argv = (*ARGV, *directives)
         for option in (*slurm.options, *slurm.srun_options):
             if not OPTION.fullmatch(option):
                 hint = "write --option, --option=value or -xVALUE"
@@ -157,7 +160,7 @@ class Slurm(BatchEngine):
             requeue=REQUEUE if slurm.requeue and request.resume is not None else "",  # a training
         )
         warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
-        return Job(ARGV, {}, self.name, request.count, config.nodes, text=text, warnings=warnings)
+        return Job(argv, {}, self.name, request.count, config.nodes, text=text, warnings=warnings)
 
     def _directives(self, request: LaunchRequest, ranks: int, cores: int) -> list[str]:
         slurm = self.settings

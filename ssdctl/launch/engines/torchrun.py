@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import ipaddress
 import re
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +48,7 @@ class Torchrun(Engine):
     # This machine's address on the route to the rendezvous host; None if all ranks are on one
     # machine, or the job is for other machines.
     local_address: str | None = None
-    is_host: bool = False  # whether the rendezvous is on this machine
+    is_host: bool = False  # whether the rendezvous is on this machine, and torchrun misses that
     own_index: int | None = None  # of this host in a slice of TPU hosts; None: TorchTPU numbers it
 
     @classmethod
@@ -57,9 +60,9 @@ class Torchrun(Engine):
             others = ["launch.hostfile", "launch.rdzv_endpoint"]
             config.require_not_given(others, "is for several nodes", "add --nodes N")
         (host, _), address, is_host = _endpoint(request), None, False
-        if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_written:
+        if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_planned:
             address = address_for_peers(host.strip("[]"))
-            is_host = find_own([host.strip("[]")]) is not None
+            is_host = find_own([host.strip("[]")]) is not None and not _is_found(host.strip("[]"))
         workers = request.environment.get(TPU_WORKERS, "").split(",")
         is_slice = request.device == "tpu" and request.config.nodes > 1
         own_index = find_own(request.hosts or workers) if is_slice else None
@@ -141,6 +144,21 @@ class Torchrun(Engine):
 
 
 ENGINE = Torchrun
+
+
+def _is_found(host: str) -> bool:
+    """Return whether torchrun finds that a host is this machine: by its name, or that address.
+
+    Several agents of a job on one machine then meet; told so, each would serve the rendezvous.
+    """
+    own = socket.gethostname()
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in (own, "localhost")
+    with contextlib.suppress(OSError):
+        return address.is_loopback or host in {found[4][0] for found in socket.getaddrinfo(own, 0)}
+    return False
 
 
 def _escaped(argument: str) -> str:
