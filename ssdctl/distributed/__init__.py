@@ -80,11 +80,14 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
             raise UsageError(f"{values}: not a number", hint=HINT) from None
         if not 0 <= rank < size:
             raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
-        found = found or Ranks(rank, size, local)
+        if found is None and names[0] == "RANK" and size == 1:
+            found = Ranks(rank, size, local)
+            continue
         # torchrun may start a job of one rank in each task of another launcher.
-        if found.is_single_process and size > 1 and "TORCHELASTIC_RUN_ID" not in environment:
+        if found is not None and size > 1 and "TORCHELASTIC_RUN_ID" not in environment:
             text = f"WORLD_SIZE=1 contradicts {names[1]}={size}"
             raise UsageError(text, hint="unset RANK and WORLD_SIZE, which are of another job")
+        return found or Ranks(rank, size, local)
     return found or SINGLE_PROCESS
 
 

@@ -12,7 +12,13 @@ from evaluation.judge import Row, detections, pycocotools_figures, read_truth, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.data.annotations import Conversion, SplitFiles
+from ssdctl.data.annotations import (
+    Conversion,
+    LabeledBox,
+    LabeledImage,
+    SplitFiles,
+    from_images,
+)
 from ssdctl.data.check import check
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import FingerprintColumns
@@ -166,6 +172,25 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
         path.write_text(content)
         after = read_detections(path)
         assert all(np.array_equal(*pair) for pair in zip(after, before, strict=True))
+
+
+def test_names_of_images_count_more_than_ids(tmp_path: Path) -> None:
+    """Of a whole path, or of its last part; other programs have text as ids."""
+    boxes = [LabeledBox("a", 0, 0, 5, 5)]
+    names = ("x/1.jpg", "x/10.jpg", "x/2.jpg", "y/2.jpg")
+    images = [LabeledImage(name, 9, 9, boxes) for name in names]
+    truth = from_images({"train": images}, None, tmp_path, tmp_path, [])["train"]
+    path, row = tmp_path / "d.json", {"category_id": 1, "bbox": [0, 0, 5, 5], "score": 1}
+    given = {"x/2.jpg": 3, "10.jpg": 2, "val/1.jpg": 1, "y/2.jpg": 4}
+    path.write_text(json.dumps([{**row, "image_id": n[:2], "file_name": n} for n in given]))
+    assert read_detections(path, truth).image_ids.tolist() == [*given.values()]
+    for name in ("2.jpg", "3.jpg"):  # two have it, none has it
+        rows = [{**row, "image_id": 1, "file_name": n} for n in ("1.jpg", name)]
+        path.write_text(json.dumps(rows))
+        with pytest.raises(DataError, match=rf"1 image .*{name}"):
+            read_detections(path, truth)
+    path.write_text(json.dumps([{**row, "image_id": 2, "file_name": "frame"}]))  # none of them
+    assert read_detections(path, truth).image_ids.tolist() == [2]
 
 
 @pytest.mark.parametrize(

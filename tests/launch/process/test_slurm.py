@@ -114,7 +114,9 @@ def slurm_daemons() -> Iterator[None]:
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.usefixtures("slurm_daemons")
-def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_path: Path) -> None:
+def test_a_requeued_job_on_two_nodes_resumes(
+    shapes: Path, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal that Slurm sends before the time limit, here sent by the test.
 
     The job continues from a checkpoint of another run, the requeued one from its own.
@@ -124,6 +126,8 @@ def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_p
     words += ["--data", shapes, "--out", run, "--resume", file, "--resume-changed", "--wait"]
     options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
     argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options, "--steps", "9"]
+    (tmp_path / "selectors.py").write_text("not Python")
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")  # the config's requeue counts
 
     def trains() -> bool:
         return (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1
@@ -132,7 +136,8 @@ def test_a_requeued_job_on_two_nodes_resumes(shapes: Path, tiny_run: Path, tmp_p
         try:
             wait_for(trains)
             asked("scancel", "--signal=USR1", "--name=ssdctl")
-            start_the_requeued_job(process.stderr.readline(), run)
+            submitted = next(line for line in process.stderr if "submitted" in line)
+            start_the_requeued_job(submitted, run)
             out, err = process.communicate(timeout=200)
         finally:
             process.kill()

@@ -1,6 +1,7 @@
 """SSD300-VGG16 against torchvision's own class, with random weights in its layout."""
 
 import argparse
+import dataclasses
 from copy import deepcopy
 from pathlib import Path
 
@@ -157,3 +158,7 @@ def test_classes_are_cocos_with_gaps_which_are_not_evaluated(file: Path) -> None
     ids = dataset_category_ids(checkpoint, renumbered, Path("coco"))
     assert (ids[0], ids[89], ids[11]) == (1001, 1090, -1)
     assert (ids > 0).sum() == 80
+    unnamed = dataclasses.replace(checkpoint, classes=[])  # labels are category ids
+    own = [ClassName(id_, str(id_)) for id_ in (90, 3, 1)]
+    ids = dataset_category_ids(unnamed, own, Path("own"))
+    assert (ids[0], ids[1], ids[2], ids[89], (ids > 0).sum()) == (1, -1, 3, 90, 3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY
+from data.formats import exports
 from helpers import (
     ForkedProcess,
     Train,
@@ -30,7 +31,7 @@ from ssdctl.data import open_dataset
 from ssdctl.errors import DiskError, Stopped
 from ssdctl.inference.detector import Detector
 from ssdctl.training import evaluator
-from ssdctl.training.observers import Detected, Observer
+from ssdctl.training.observers import Detected, Observer, Scored
 from ssdctl.training.step import TrainStep
 
 
@@ -175,6 +176,27 @@ def test_a_run_stopped_in_its_last_evaluation_ends_as_finished(
     ends = [r["event"] for r in records(tmp_path / "run", "event")]
     assert [end for end in ends if end in ("stopped", "finished")] == ["stopped", "finished"]
     assert [line.count("success") for line in log.read_text().splitlines()][-1] == 1
+
+
+def test_an_observer_may_end_a_run_at_its_best(tmp_path: Path, shapes: Path) -> None:
+    class End(Observer):
+        def on_evaluation(self, scored: Scored) -> None:
+            raise KeyError(scored.step)
+
+    with pytest.raises(KeyError):
+        ssdctl.train(shapes, observers=[End()], out=tmp_path / "run", steps=2, **TINY)
+    run = ssdctl.Run(tmp_path / "run")
+    assert (run.best.name, run.evaluation and run.evaluation.about.step) == ("best.pt", 2)
+
+
+def test_a_run_scores_the_annotations_that_it_opened(tmp_path: Path, dataset: Path) -> None:
+    config = ssdctl.configure(train={"eval_every": "1st"})
+    with ssdctl.Trainer(dataset, out=tmp_path / "r", steps=2, config=config, **TINY) as trainer:
+        for _ in trainer:
+            with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+                document["annotations"] = []
+            ssdctl.prepare(dataset, pack=False)
+    assert min(record["AP"] for record in records(tmp_path / "r", "eval")) >= 0
 
 
 def test_no_failed_save_is_announced(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
