@@ -17,6 +17,7 @@ from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
 from ssdctl.runtime.progress import above_bars, progress_bar
 from ssdctl.runtime.safe_text import printable, printable_line, printable_message, redact_urls
+from ssdctl.runtime.system import stdout_to_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -68,10 +69,10 @@ class Console(logging.Handler):
         logger.handlers = [*others, self]
         logger.setLevel(logging.INFO)
         logger.propagate = False  # torch_xla gives the root logger a handler
-        self._stdout = sys.stdout if self.as_json else None  # not for what a plugin prints
-        aside = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
-            with aside:
+            with contextlib.ExitStack() as aside:
+                if self.as_json:
+                    self._stdout = aside.enter_context(_only_results())
                 yield
         finally:
             self._stdout = None
@@ -204,6 +205,20 @@ def painted(text: str, style: str, stream: IO[str] | None = None) -> str:
     if is_plain or not (stream or sys.stdout).isatty():
         return text
     return f"\033[{STYLES[style]}m{text}\033[0m"
+
+
+@contextlib.contextmanager
+def _only_results() -> Iterator[IO[str]]:
+    """Yield stdout; what plugins, their processes and C libraries print goes to stderr."""
+    with contextlib.ExitStack() as aside:
+        stdout = sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a stream of a program without a file
+            if (stdout.fileno(), sys.stderr.fileno()) == (1, 2):
+                kept = aside.enter_context(stdout_to_stderr())
+                encoding, errors = stdout.encoding, stdout.errors
+                stdout = open(kept, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+        aside.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield stdout
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:

@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from ssdctl.device import Device
 from ssdctl.distributed import Ranks, find_ranks, interface_for_peers, require_port
 from ssdctl.errors import DistributedError, SsdctlError, Stopped
 from ssdctl.runtime import signals
-from ssdctl.runtime.system import run_in_daemon_thread, with_defaults
+from ssdctl.runtime.system import run_in_daemon_thread, stdout_to_stderr, with_defaults
 
 DEFAULT_TIMEOUT_S = 600.0
 MIN_TIMEOUT_S = 300.0  # ranks may still import, or wait for a node
@@ -170,7 +169,7 @@ def process_group(
         return
     joined = JoinedRanks(*ranks)
     try:
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             joined.join(device, datetime.timedelta(seconds=timeout_s))
         yield joined
     except GeneratorExit:
@@ -217,19 +216,6 @@ def _lost_rank(ranks: JoinedRanks, error: BaseException, timeout_s: float) -> Ss
         hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
         f"how long a rank is waited for (now {timeout_s:g} s)",
     )
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout of C++: some versions of gloo print connections there."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _variables(ranks: Ranks) -> dict[str, str]:

@@ -433,3 +433,16 @@ def take_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         raise
     if batch:
         yield batch
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[int]:
+    """Redirect stdout, also of C++ and of child processes; yield a descriptor of the former one."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield kept
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
