@@ -307,6 +307,8 @@ def _unfitted(config: Config) -> Config:
 def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...]:
     """Check what `make_plan` would refuse for any dataset; return its notices."""
     augmentations.load(config.train.augment)
+    if (log := config.train.mllog) is not None and Path(log).is_dir():
+        raise UsageError(f"--mllog {log}: a folder", hint="name a file in it")
     if config.is_chosen("train.warmup"):
         check_warmup(config.train)
     requested, key = config.train.precision, "train.precision"
