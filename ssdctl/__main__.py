@@ -33,13 +33,22 @@ def own_exit_code() -> Iterator[None]:
     """
     try:
         yield
+    except SystemExit as end:
+        if end.code == 130:  # a thread may hang in a file system: nothing waits for it
+            _flush()
+            os._exit(130)
+        raise
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # a full disk; a closed stream
-                with contextlib.suppress(OSError, ValueError):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk; a closed stream
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def open_missing_streams() -> None:

@@ -245,7 +245,7 @@ def stoppable(kept: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; {kept}", hint="run the same command again to continue") from None
+        raise Stopped(f"stopped; {kept}", hint="run the same command again") from None
 
 
 def exit_after(error: BaseException, console: Console, written: object = None) -> NoReturn:

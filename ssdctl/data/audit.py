@@ -8,7 +8,6 @@ thumbnail. Equal files are not near-duplicates; `prepare` counts them (duplicate
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from ssdctl.data.image_decode import ImageError
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.errors import DataError
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.system import map_ahead, usable_cores
+from ssdctl.runtime.system import map_ahead, thread_pool, usable_cores
 
 THUMBNAIL = 32  # pixels
 FREQUENCIES = 10  # along each axis: 99 bits without the mean
@@ -56,7 +55,7 @@ def _hashes(split: str, opened: Split, progress: Progress) -> NDArray[np.float32
             return np.zeros(FREQUENCIES**2 - 1, np.float32)
 
     rows, threads = range(len(opened.image_ids)), usable_cores()
-    with ThreadPoolExecutor(threads, thread_name_prefix="audit") as pool:
+    with thread_pool(threads, "audit") as pool:
         images = map_ahead(pool, hashed, rows, threads + 2)
         shown = progress(images, total=len(rows), label=f"auditing {split}", unit="img")
         return np.array(list(shown), np.float32).reshape(len(rows), FREQUENCIES**2 - 1)

@@ -59,7 +59,7 @@ from ssdctl.runtime.safe_text import counted, listed, quoted, quoted_folder
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_LEVELS = 3  # below a folder, searched for a dataset, for the hint of an error
 MAX_FOLDERS = 20  # of a level
-MAX_FILES = 20_000  # inspected when listing what a folder contains
+MAX_FILES = 300_000  # looked at for the hint of an error
 MAX_READ = 50  # files of a kind whose content is looked at
 LABEL_SUFFIXES = {".xml", ".json", ".txt"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
@@ -514,7 +514,7 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     for file in files:
         if file.suffix.lower() in ARCHIVES:
             return f"unpack {folder / file}"
-    if files and all(is_image(file) for file in files):
+    if 0 < len(files) < MAX_FILES and all(is_image(file) for file in files):
         return (
             "these images have no labels: draw the boxes of about 50 in CVAT, Label Studio or "
             "labelImg; the detector that learns from them labels the rest (docs/labeling.md)"

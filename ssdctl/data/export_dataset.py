@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,7 @@ from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, make_dir
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def export_dataset(
     make_dir(partial)
     try:
         _write(splits, partial, target, progress)
+        os.sync()  # once: each file on its own takes ten times as long
         with disk_errors(out, "writing"):
             if out.exists():  # it may be the current folder
                 for path in partial.iterdir():
@@ -102,9 +104,16 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
     if target == "yolo":
         content: dict[str, Any] = {split: f"images/{split}" for split in splits}
         content["names"] = dict(enumerate(classes))
-        write_text(out / "data.yaml", _yaml(content))
+        _put(out / "data.yaml", _yaml(content))
     elif target == "hf":
-        write_text(out / "README.md", _hf_card(splits, classes))
+        _put(out / "README.md", _hf_card(splits, classes))
+
+
+def _put(path: Path, content: bytes | str) -> None:
+    """Write a file of the temporary folder."""
+    with disk_errors(path, "writing"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _rows(name: str, split: Split) -> list[int]:
@@ -169,7 +178,7 @@ def _header(content: bytes) -> Header:
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
     listed, ids = [], []
     for image_id, image, content in images:
-        write_bytes(make_dir(out / f"{split}2017") / image.file_name, content)
+        _put(make_dir(out / f"{split}2017") / image.file_name, content)
         listed.append(image)
         ids.append(image_id)
     file = make_dir(out / "annotations") / f"instances_{split}2017.json"
@@ -177,7 +186,7 @@ def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Cla
     annotations = annotations._replace(
         image_ids=np.array(ids, np.int64), classes=list(classes.values())
     )
-    write_bytes(file, msgspec.json.encode(document_of(annotations)))
+    _put(file, msgspec.json.encode(document_of(annotations)))
 
 
 def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
@@ -185,7 +194,7 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Cla
     folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
     crowds = 0
     for _, image, content in images:
-        write_bytes(folder / image.file_name, content)
+        _put(folder / image.file_name, content)
         crowds += sum(box.is_crowd for box in image.boxes)
         lines = ""
         for box in image.boxes:
@@ -197,7 +206,7 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Cla
                 box.height / image.height,
             )
             lines += f"{numbers[box.name]} {' '.join(f'{side:.7f}' for side in sides)}\n"
-        write_text(labels / PurePosixPath(image.file_name).with_suffix(".txt"), lines)
+        _put(labels / PurePosixPath(image.file_name).with_suffix(".txt"), lines)
     if crowds:
         log.warning("%s: crowd regions, which YOLO lacks, written as boxes: %d", split, crowds)
 
@@ -211,11 +220,11 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: Clas
         while (annotations / f"{stem}.xml").exists():
             stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
-        write_bytes(folder / name, content)
-        write_bytes(annotations / f"{stem}.xml", _voc_xml(name, image))
+        _put(folder / name, content)
+        _put(annotations / f"{stem}.xml", _voc_xml(name, image))
         stems.append(stem)
     lists = make_dir(out / "ImageSets" / "Main")
-    write_text(lists / f"{split}.txt", "".join(f"{stem}\n" for stem in stems))
+    _put(lists / f"{split}.txt", "".join(f"{stem}\n" for stem in stems))
 
 
 def _voc_xml(name: str, image: LabeledImage) -> bytes:

@@ -56,7 +56,7 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, msgspec_type, read_errors
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.system import map_ahead, usable_cores
+from ssdctl.runtime.system import map_ahead, thread_pool, usable_cores
 
 log = logging.getLogger(__name__)
 # Formats that are packed as they are, and the bytes that a complete file ends with.
@@ -311,17 +311,14 @@ def check_images(job: ImageCheck, progress: Progress) -> CheckedImages:
     while start < len(names) and (table := _reusable_chunk(job, len(tables), start)) is not None:
         tables.append(table)
         start += table.num_rows
-    with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
+    with thread_pool(job.num_threads, "check") as pool:
         done_and_new = itertools.chain(range(start), _check_in_threads(pool, job, start))
         label = f"checking {job.split}"
         shown = progress(done_and_new, total=len(names), label=label, unit="img")
         images = itertools.islice(shown, start, None)
-        try:
-            while start < len(names):
-                tables.append(_write_chunk(job, len(tables), start, images))
-                start += tables[-1].num_rows
-        finally:
-            pool.shutdown(cancel_futures=True)
+        while start < len(names):
+            tables.append(_write_chunk(job, len(tables), start, images))
+            start += tables[-1].num_rows
     shards = [index.Shard(job.chunk_name(number), t.num_rows) for number, t in enumerate(tables)]
     none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
     table = pa.concat_tables([none, *tables])

@@ -8,6 +8,7 @@ the classes, the shards of packed images, and how the annotations were read.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, msgspec_type, sync
+from ssdctl.files import DECODE_ERRORS, disk_error, msgspec_type, sync
 
 METADATA_KEY = b"ssdctl"
 STORE_FILE = re.compile(
@@ -112,8 +113,15 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=msgspec_type(Metadata))
-    except (*READ_ERRORS, *DECODE_ERRORS):
+    except (*READ_ERRORS, *DECODE_ERRORS) as error:
+        _raise_refusal(error, path)
         return None
+
+
+def _raise_refusal(error: BaseException, path: Path) -> None:
+    """Raise DiskError for a refusal of the system: the file may be whole. Arrow's has no number."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+        raise disk_error(error, path, "reading") from None
 
 
 def require_metadata(path: Path) -> Metadata:
@@ -162,7 +170,8 @@ def is_complete(file: Path) -> bool:
     try:
         with pa.OSFile(str(file)) as source:
             pa.ipc.open_file(source)
-    except READ_ERRORS:
+    except READ_ERRORS as error:
+        _raise_refusal(error, file)
         return False
     return True
 
@@ -305,6 +314,7 @@ def read_table(path: Path, types: Types, source: Any = None) -> Any:
             table = reader.read_all()
         table.validate(full=True)
     except READ_ERRORS as error:
+        _raise_refusal(error, path)
         raise damaged(path, error) from None
     for name, type_ in types.items():
         number = table.schema.get_field_index(name)  # -1 if there are two

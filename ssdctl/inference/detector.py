@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from ssdctl.model.postprocess import (
     evaluating,
     refuse_non_finite,
 )
-from ssdctl.runtime.system import map_ahead
+from ssdctl.runtime.system import map_ahead, thread_pool
 
 T = TypeVar("T")
 
@@ -162,11 +161,8 @@ def detect_batches(
     if not ahead:
         yield from map(finished, outputs)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
-        try:
-            yield from map_ahead(pool, finished, outputs, ahead)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with thread_pool(1, "detect") as pool:
+        yield from map_ahead(pool, finished, outputs, ahead)
 
 
 def _finished(

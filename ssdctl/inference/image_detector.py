@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +31,7 @@ from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
-from ssdctl.runtime.system import map_ahead, take_batches
+from ssdctl.runtime.system import map_ahead, take_batches, thread_pool
 
 OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
@@ -170,13 +169,12 @@ def detect_ahead(
         except SsdctlError as error:
             return Prediction(item, error)
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
-    try:
-        ready = map_ahead(pool, prepared, items, ahead)
-        yield from detector.detect(iter(ready.__next__, None), batch_size)
-    finally:  # also after Ctrl-C
-        canceled.set()
-        pool.shutdown(cancel_futures=True)
+    with thread_pool(threads, "open") as pool:
+        try:
+            ready = map_ahead(pool, prepared, items, ahead)
+            yield from detector.detect(iter(ready.__next__, None), batch_size)
+        finally:  # also after Ctrl-C
+            canceled.set()
 
 
 def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:

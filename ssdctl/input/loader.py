@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from ssdctl.device import pageable_buffer
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch, LoaderConfig
 from ssdctl.input.sampler import Samples, SampleStream, draw_samples, whole_samples
-from ssdctl.runtime.system import take_ahead
+from ssdctl.runtime.system import take_ahead, thread_pool
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
@@ -156,14 +156,11 @@ def _decoded(
         shares = [slots[i : i + share] for i in range(0, len(slots), share)]
         return samples, pixels, [pool.submit(decode, samples, s, pixels) for s in shares]
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        try:
-            for samples, pixels, futures in take_ahead(map(start, work), BATCHES_AHEAD):
-                problems = [problem for future in futures for problem in future.result()]
-                bad = tuple(replace(samples, slot, text, pixels) for slot, text in problems)
-                yield as_batch(samples, torch.from_numpy(pixels[: len(samples.rows)]), bad)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with thread_pool(threads, "decode") as pool:
+        for samples, pixels, futures in take_ahead(map(start, work), BATCHES_AHEAD):
+            problems = [problem for future in futures for problem in future.result()]
+            bad = tuple(replace(samples, slot, text, pixels) for slot, text in problems)
+            yield as_batch(samples, torch.from_numpy(pixels[: len(samples.rows)]), bad)
 
 
 def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -> Batch:

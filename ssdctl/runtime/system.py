@@ -18,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -433,6 +433,22 @@ def take_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         raise
     if batch:
         yield batch
+
+
+@contextlib.contextmanager
+def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool whose tasks end with the block; Ctrl-C does not wait for a stalled file system.
+
+    What has not begun is canceled at an error.
+    """
+    pool, waits = ThreadPoolExecutor(threads, thread_name_prefix=name), True
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        waits = False
+        raise
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=True)
 
 
 @contextlib.contextmanager
