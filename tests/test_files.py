@@ -278,21 +278,6 @@ def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) 
     assert victim.read_text() == "precious"
 
 
-def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:
-    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
-    names = set()
-    for _ in range(2):
-        with atomic_write(tmp_path / "file") as file:
-            names.add(Path(file.name).name)
-            file.write(b"new")
-    assert len(names) == 2
-    assert (tmp_path / "file").read_text() == "new"
-    assert not (tmp_path / "file").is_symlink()
-    assert victim.read_text() == "precious"
-    link_or_copy(tmp_path / "file", tmp_path / "file2")
-    assert victim.read_text() == "precious"
-
-
 DEEP = 100_000
 NESTED = f"a = {'[' * DEEP}{']' * DEEP}"
 UTF16 = ("utf-16-le", "utf-16-be")

@@ -334,21 +334,6 @@ def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
         load_resumable(Path("own.pt"))
 
 
-@pytest.mark.parametrize("saved", ["state", "nested", "wrapped", "pickled"])
-def test_weights_without_their_network_say_how_to_save(saved: str) -> None:
-    own = tiny_network()
-    state = own.state_dict()
-    contents = {
-        "state": state,
-        "nested": {"model": state, "epoch": 3},
-        "wrapped": {f"module.{name}": tensor for name, tensor in state.items()},
-        "pickled": own,
-    }
-    torch.save(contents[saved], "own.pt")
-    with pytest.raises(IntegrityError, match=r"own\.pt.*\n.*model\.save\(path, class_names"):
-        ssdctl.load("own.pt")
-
-
 class Halved(ssdctl.SSD300):
     def forward(self, images_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         offsets, logits = super().forward(images_B3HW)

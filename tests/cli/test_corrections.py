@@ -48,11 +48,6 @@ def test_zero_means_never(cli: Cli) -> None:
     assert values == [None, 0, None]
 
 
-def test_a_warmup_with_its_unit_may_end_after_a_decay(cli: Cli) -> None:
-    for warmup in ("50ep", "50st"):
-        cli("train", "--preset", "nvidia-r50", "--warmup", warmup, "--dry-run").expect(0)
-
-
 @pytest.mark.parametrize(
     ("alias", "ours"),
     [
@@ -72,14 +67,6 @@ def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
     job = "launch --hpus 8 --cores-per-node 48 --dry-run --json"
     argv = json.loads(cli(*job.split(), *alias.split()).expect(0).out)["argv"]
     assert {*argv[argv.index("train") + 1 :]} - {"--device=hpu"} == {*ours.split()}
-
-
-@pytest.mark.parametrize("command", ["predict", "evaluate"])
-@pytest.mark.parametrize("flag", ["--threshold", "--confidence", "--conf", "--iou"])
-def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:
-    images = ["x.jpg"] if command == "predict" else []
-    cli(command, flag, "0.5", "--weights", "absent.pt", *images).expect(2, "absent.pt")
-    assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
 
 
 def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:

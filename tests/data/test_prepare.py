@@ -1,8 +1,10 @@
 """prepare writes what the dataset contains, and reports what it drops."""
 
+import errno
 import io
 import json
 import logging
+import os
 import random
 import shutil
 import signal
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Cli
+from conftest import TINY_RUN, Cli
 from data.formats.exports import edited
 from data.samples import encoded
 from PIL import Image
@@ -102,6 +104,21 @@ def test_24_an_unchanged_dataset_is_kept(dataset: Path, store: Path, tmp_path: P
     for read in (count_images, open_dataset):
         with pytest.raises(UsageError, match=f"store of {copied}"):
             read(tmp_path / "again", store)
+
+
+def test_an_index_that_the_system_refuses_is_not_an_absent_one(
+    dataset: Path, store: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(dataset, store, INDEX_ONLY, Conversion(classes=("ball",)))
+    before, data = sorted(store.iterdir()), ("--data", dataset, "--store", store)
+
+    def refused(path: str, *_: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(pa, "OSFile", refused)
+    for command in (("prepare", "--no-pack"), ("train", *TINY_RUN.split())):
+        cli(*command, *data).expect(6, "index-train.arrow")
+    assert sorted(store.iterdir()) == before
 
 
 def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: Path) -> None:

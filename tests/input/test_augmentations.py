@@ -101,16 +101,6 @@ def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
         np.testing.assert_allclose(view.boxes.ltrb[i, :kept], expected.boxes, atol=1e-6)
 
 
-def test_images_without_boxes_take_any_crop() -> None:
-    zeros, empty = np.zeros(50, np.int64), Boxes(np.zeros((50, 3, 4)), np.zeros((50, 3), np.int64))
-    view = sampled(0, zeros, np.arange(50), empty)
-    is_whole = (view.rect == WHOLE).all(axis=1)
-    assert 0 < is_whole.sum() < 25  # about one of seven
-    assert view.rect.min() >= 0
-    assert view.rect.max() <= 1
-    assert (view.boxes.labels == 0).all()
-
-
 UNIT = st.floats(0, 1)
 
 

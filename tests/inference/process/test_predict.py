@@ -161,15 +161,6 @@ def test_a_stream_may_reuse_its_memory(predictor: Predictor, image_files: list[P
             results.extend(predictor.predict_iter(stream(reused), batch_size=2))
         assert results == expected
         assert np.array_equal(results[0].plot(), expected[0].plot())
-    paths = image_files[:6]
-
-    def closed() -> Iterator[Any]:
-        for path in paths:
-            with Image.open(path) as image:
-                yield image
-
-    found = list(predictor.predict_iter(closed(), batch_size=2))
-    assert found == list(predictor.predict_iter(paths, batch_size=2))
 
 
 @pytest.mark.slow  # importing it takes seconds
