@@ -207,9 +207,9 @@ def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
 def same_classes(weights: NetworkWeights, classes: list[ClassName]) -> bool:
     """Return whether a file has these classes in this order; their ids do not matter."""
     if not weights.classes:  # a third-party file without names: only the number can be compared
-        has_right_ids = [c.id for c in classes] == [*range(1, len(classes) + 1)]
-        is_number_equal = weights.architecture.num_classes == len(classes) + 1
-        return is_number_equal and (has_right_ids or not weights.has_ids_as_labels)
+        if weights.has_ids_as_labels(classes):
+            return [c.id for c in classes] == [*range(1, len(classes) + 1)]
+        return weights.architecture.num_classes == len(classes) + 1
     return [c.name for c in weights.classes] == [c.name for c in classes]
 
 

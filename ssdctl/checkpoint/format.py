@@ -138,10 +138,14 @@ class ModelFile:
         """The settings of the run by path; None if the file is not a run's checkpoint."""
         return None
 
-    @property
-    def has_ids_as_labels(self) -> bool:
-        """Whether a file has category ids for labels, as torchvision's; else N is the Nth class."""
-        return not self.classes and self.architecture.backbone == "vgg16"
+    def has_ids_as_labels(self, classes: Sequence[ClassName]) -> bool:
+        """Return whether a file without class names has the ids of these classes as labels.
+
+        That is a habit of torchvision's users. Else label N is the Nth class.
+        """
+        ids, count = [c.id or 0 for c in classes], self.architecture.num_classes - 1
+        is_torchvisions = not self.classes and self.architecture.backbone == "vgg16"
+        return is_torchvisions and min(ids, default=0) > 0 and max(ids) == count
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

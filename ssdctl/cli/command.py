@@ -12,13 +12,14 @@ message and exit with their code.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -67,6 +68,7 @@ from ssdctl.runtime.system import memory_error
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 OF_TRAINING = ("model.", "train.")
 LONGEST_METAVAR = 24
+_is_isolated = contextvars.ContextVar("is_isolated", default=False)
 # Settings of the recipe that the rule for few images replaces (ssdctl/training/small_data.py).
 FITTED = {
     f"train.{name}"
@@ -177,7 +179,7 @@ def _runner(
                 function(call, **values)
             except (Exception, KeyboardInterrupt) as error:
                 if call is not None and isinstance(error, SsdctlError):
-                    _name_sources(error, call.config, selected)
+                    _name_sources(error, call, selected, values)
                 exit_after(error, console)
 
     run.__name__ = function.__name__
@@ -185,17 +187,29 @@ def _runner(
     return run
 
 
-def _name_sources(error: SsdctlError, config: Config, selected: Sequence[Setting]) -> None:
-    """Let a message that names an option or a value tell which file or variable sets it."""
+def _name_sources(
+    error: SsdctlError, call: Call, selected: Sequence[Setting], typed: Mapping[str, Any]
+) -> None:
+    """Let a message that names an option or a value tell which file or variable sets it.
+
+    Args:
+        typed: The command's own arguments and options, besides the `selected` settings.
+    """
     message, _ = error.for_command_line()
-    own, found = {flag: setting for setting in selected for flag in setting.flags}, []
-    for path, source in config.sources.items():
+    options = {f"--{name.replace('_', '-')}" for name in typed}
+    options |= {flag for setting in selected for flag in setting.flags}
+    listed = (value if isinstance(value, (list, tuple)) else [value] for value in typed.values())
+    words = {str(word) for values in listed for word in values}
+    words |= {str(override.value) for override in call.overrides}
+    found = []
+    for path, source in call.config.sources.items():
         if not Kind.FILE <= source.kind < Kind.CALL or source.label in message:
             continue
         setting = all_settings()[path]
-        value = getattr(getattr(config, setting.section), setting.name)
-        flags = [flag for flag in setting.flags if own.get(flag, setting) is setting]
-        texts = [value, os.path.abspath(value)] if isinstance(value, str) else []  # noqa: PTH100
+        value = getattr(getattr(call.config, setting.section), setting.name)
+        flags = [flag for flag in setting.flags if setting in selected or flag not in options]
+        has_text = isinstance(value, str) and not setting.choices and value not in words
+        texts = [value, os.path.abspath(value)] if has_text else []  # noqa: PTH100
         if any(re.search(rf"(?<![\w-]){flag}(?![\w-])", message) for flag in flags) or any(
             message.startswith(f"{text}:") or f"'{text}'" in message for text in texts
         ):
@@ -237,6 +251,16 @@ def _add_options(
 def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+@contextlib.contextmanager
+def isolated(is_isolated: bool) -> Iterator[None]:
+    """Let commands in the block ignore ./ssdctl.toml and SSDCTL_* variables."""
+    before = _is_isolated.set(is_isolated)
+    try:
+        yield
+    finally:
+        _is_isolated.reset(before)
 
 
 @contextlib.contextmanager
@@ -350,6 +374,7 @@ def _call(
             if constant and overrides and overrides[-1].path == setting.path:
                 raise UsageError(f"{overrides[-1].source} and {flag}: give one of them")
             overrides.append(Override(setting.path, constant or value, of_call(flag)))
+    is_isolated = is_isolated or _is_isolated.get()
     config = resolve(
         file=file,
         overrides=[*parse_assignments(assignments, typed), *overrides],

@@ -13,12 +13,12 @@ from typing import Annotated
 
 from typer import Option
 
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, isolated
 from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
 from ssdctl.config import Config
-from ssdctl.config.render import as_text
-from ssdctl.config.settings import Kind, all_settings
+from ssdctl.config.render import plain_value, values
+from ssdctl.config.settings import all_settings
 from ssdctl.errors import ExitCode
 from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.progress import duration, step_time
@@ -41,13 +41,6 @@ STAGES = {
     "report": "one HTML page: curves, errors, samples",
     "predict": "draw the detections on four held-out images",
 }
-TABLES_OF_STAGE = {  # whose settings it uses
-    "prepare": {"data", "prepare"},
-    "train": {"data", "model", "train"},
-    "evaluate": {"data", "evaluate"},
-    "predict": {"data", "predict"},
-}
-OF_MACHINE = {"device", "execution", "jobs", "precision", "workers"}
 USEFUL_STEPS = 300  # for AP 0.4: 280 reached 0.41
 FULL_STEPS = 520  # one pass over the images
 BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
@@ -87,7 +80,10 @@ def demo(
     run_stage("evaluate", str(RunDir(run).best))
     run_stage("report", str(run))
     images = held_out_images(data)
-    run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
+    drawn = ["--out", str(folder / "drawn")]
+    if call.config_file is not None and call.config.predict.save is not None:
+        drawn += ["--set", "predict.save="]  # the images are drawn
+    run_stage("predict", str(run), *map(str, images), *drawn)
     write_contact_sheet([folder / "drawn" / image.name for image in images], sheet)
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
 
@@ -112,35 +108,21 @@ def _announced_steps(call: Call, run: Path, start: float) -> int:
 def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> None:
     """Print a command and run it; add it to the finished `commands`."""
     console, stage = call.console, list(STAGES)[len(commands)]
-    arguments += _without_settings_of_others(call, arguments)
+    device = f"{arguments[0]}.device"
+    if device in all_settings() and call.config.is_chosen(device):
+        arguments += ("--device", plain_value(values(call.config)[device]))
     console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
     console.info(echoed(arguments), "dim")
     try:
         used = [text for text in call.assignments if _is_used(arguments[0], text)]
         line = [*arguments, *_common_options(call._replace(assignments=used))]
-        click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
+        with isolated(call.config_file is None):
+            click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
     except SystemExit as end:
         if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             console.info(f"To continue the demo: {again}")
         raise
     commands.append(shlex.join(["ssdctl", *arguments]))
-
-
-def _without_settings_of_others(call: Call, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return options that undo what ./ssdctl.toml and variables choose for the user's own data."""
-    tables = TABLES_OF_STAGE.get(arguments[0], ())
-    chosen = (
-        setting
-        for path, setting in all_settings().items()
-        if Kind.FILE <= call.config.sources[path].kind < Kind.CALL
-        and setting.section in tables
-        and not setting.is_recipe  # the demo has its own
-        and setting.name not in OF_MACHINE
-        and not {*setting.flags} & {*arguments}
-    )
-    if call.config_file is not None:
-        return ()
-    return tuple(part for s in chosen for part in ("--set", f"{s.path}={as_text(s.default)}"))
 
 
 def _is_used(command: str, assignment: str) -> bool:

@@ -108,8 +108,12 @@ def configure_launch(
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
         has_data = not engine.runs_elsewhere and device != "xla"
-        # Ranks that start now check at once what they continue from.
-        has_run = not is_written and (is_dry_run or issubclass(engine, BatchEngine))
+        # Ranks that start now check at once what they continue from; files of a queued job may be
+        # written by the job before it.
+        train, is_queued = call.config.train, issubclass(engine, BatchEngine)
+        files = [f for f in (train.init, train.resume) if f not in (None, "auto", "never")]
+        has_files = all(Path(str(file)).exists() for file in files)
+        has_run = not is_written and (is_dry_run or (is_queued and has_files))
         checked = check_train(call.config, device, count, has_data=has_data, has_run=has_run)
         for notice in checked:
             call.console.warning(notice)

@@ -244,15 +244,16 @@ def export(
     downscaled stay smaller.
     """
     from ssdctl.data.export_dataset import export_dataset
-    from ssdctl.data.open_dataset import open_dataset
+    from ssdctl.data.open_dataset import open_dataset, without_division
     from ssdctl.data.store_folder import dataset_folders, refuse_in_dataset
 
     refuse_url(str(out), "--out")
     data = msgspec.structs.replace(call.config.data, root=root)
     folder, store = dataset_folders(data)
     refuse_in_dataset(out, folder)
+    options = without_division(call.config, folder)
     with stoppable("nothing was exported"):
-        splits = open_dataset(folder, store, call.config.prepare, progress=call.console.progress)
+        splits = open_dataset(folder, store, options, progress=call.console.progress)
         counts = export_dataset(splits, out, to, call.console.progress)
     result: dict[str, Any] = {"out": str(out), "to": to, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())

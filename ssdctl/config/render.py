@@ -13,6 +13,7 @@ import msgspec
 
 from ssdctl.config.settings import (
     DEFAULT,
+    RULES,
     Config,
     Kind,
     Setting,
@@ -23,7 +24,9 @@ from ssdctl.config.settings import (
 from ssdctl.runtime.safe_text import redact_urls
 
 # A line of the file of a run: the value of a preset or a rule, not edited since.
-RECORDED = re.compile(r"\w+ = (?P<value>.*)  # (?P<source>.*): (?P=value)")
+RECORDED = re.compile(
+    rf"\w+ = (?P<value>.*)  # (?P<source>preset [\w-]+|{'|'.join(map(str, RULES))}): (?P=value)"
+)
 SWITCHES = ["true", "True", "TRUE", "1", "false", "False", "FALSE", "0"]
 NUMBER = r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$"
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.

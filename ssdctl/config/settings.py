@@ -73,6 +73,11 @@ class Source(NamedTuple):
 
 DEFAULT = Source(Kind.DEFAULT, "default")
 ASSIGNMENT = Source(Kind.CALL, "--set")
+SMALL_DATA = Source(Kind.RULE, "small-data rule")
+FINE_TUNING = Source(Kind.RULE, "fine-tuning rule")
+INIT = Source(Kind.RULE, "checkpoint of --init")
+SHORT_RUN = Source(Kind.RULE, "a tenth of the steps before the decay or the end")
+RULES = (SMALL_DATA, FINE_TUNING, INIT, SHORT_RUN)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -122,7 +122,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     _refuse_format_beside_toml(path, name)
     if name is not None and not path.is_file():
         return name, load(name)  # load() raises with the reason
-    if "train" in coco.own_splits(path):
+    if "train" in coco.own_splits(path) or (path / TOML).is_file():
         return "coco", coco  # there may be other labels as well
     found = [entry for entry in recognized(path) if name in (None, entry[0])]
     if not found:
@@ -186,12 +186,13 @@ def read_and_convert(
     splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
-    if conversion.split is not None and "val" in splits:
+    is_divided = "val" in splits or (is_optional and "train" not in splits)
+    if conversion.split is not None and is_divided:
         if not is_optional:
             problem = f"{root}: has validation images already, so it is not divided again"
             raise UsageError(problem, hint="omit --split and --group")
         first = next(iter(splits))
-        note = f"the dataset has validation images, so --split {conversion.split} is not used"
+        note = f"the dataset has its own splits, so --split {conversion.split} is not used"
         splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])
         conversion = msgspec.structs.replace(conversion, split=None, group=None)
     elif conversion.split is not None:

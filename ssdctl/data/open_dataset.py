@@ -56,6 +56,7 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
+WHOLE = {"split": None, "group": None}
 MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start
 
 
@@ -240,6 +241,11 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint=f"put them back, or prepare it again: {again_command(root, folder)}",
         )
+
+
+def without_division(config: Config, root: Path) -> PrepareConfig:
+    """Return the options of `prepare` to read what is not trained on: a file is not divided."""
+    return msgspec.structs.replace(config.prepare, **(WHOLE if root.is_file() else {}))
 
 
 class DatasetSize(NamedTuple):

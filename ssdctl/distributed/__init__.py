@@ -64,7 +64,6 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
         rank, size = joined.get_rank(), joined.get_world_size()
         return Ranks(rank, size, int(local_rank) if local_rank.isdecimal() else rank)
     environment = os.environ if environment is None else environment
-    found: Ranks | None = None
     for names in RANK_VARIABLES:
         given = {name: environment[name] for name in names if name in environment}
         if not {*names[:2]} <= given.keys():
@@ -80,15 +79,8 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
             raise UsageError(f"{values}: not a number", hint=HINT) from None
         if not 0 <= rank < size:
             raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
-        if found is None and names[0] == "RANK" and size == 1:
-            found = Ranks(rank, size, local)
-            continue
-        # torchrun may start a job of one rank in each task of another launcher.
-        if found is not None and size > 1 and "TORCHELASTIC_RUN_ID" not in environment:
-            text = f"WORLD_SIZE=1 contradicts {names[1]}={size}"
-            raise UsageError(text, hint="unset RANK and WORLD_SIZE, which are of another job")
-        return found or Ranks(rank, size, local)
-    return found or SINGLE_PROCESS
+        return Ranks(rank, size, local)
+    return SINGLE_PROCESS
 
 
 def require_port() -> None:

@@ -287,7 +287,7 @@ def dataset_category_ids(
     difference = class_differences(known, classes)
     if not checkpoint.classes:  # a third-party file without names: only the number can be compared
         count = checkpoint.architecture.num_classes - 1
-        if checkpoint.has_ids_as_labels and 0 < min(ids, default=0) <= max(ids) <= count:
+        if checkpoint.has_ids_as_labels(classes):
             labels = np.arange(1, count + 1)
             return np.where(np.isin(labels, ids), labels, -1)
         if count == len(classes):

@@ -10,7 +10,6 @@ scoring does not use, and pycocotools mishandles an annotation id of 0.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import logging
@@ -109,7 +108,7 @@ class _Result(msgspec.Struct, gc=False):
     category_id: Int64
     bbox: tuple[float, float, float, float]
     score: float
-    file_name: str | None = None
+    file_name: Any = None
 
 
 def read_detections(
@@ -118,8 +117,8 @@ def read_detections(
     """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
 
     Args:
-        truth: If all rows have a `file_name`, and it has images of such names, they replace the
-            ids: those of formats without ids change when images are added.
+        truth: Its image ids replace those of the rows, by the `file_name` of all rows, where the
+            dataset has no ids: they change when images are added. So do ids that are text.
         has_ids: Whether the files of the dataset have ids of the images.
 
     Raises:
@@ -128,10 +127,12 @@ def read_detections(
     problem, content = "", read_content(path)
     try:
         rows = decode(content, list[_Result])
-        if rows and truth is not None and all(row.file_name for row in rows):
-            ids = _ids_by_name(path, {str(row.file_name) for row in rows}, truth)
+        is_named = all(isinstance(row.file_name, str) for row in rows)
+        uses_names = not has_ids or any(isinstance(row.image_id, str) for row in rows)
+        if rows and truth is not None and is_named and uses_names:
+            ids = _ids_by_name(path, {row.file_name for row in rows}, truth)
             for row in rows:
-                row.image_id = ids.get(str(row.file_name), row.image_id)
+                row.image_id = ids.get(row.file_name, row.image_id)
         elif rows and not has_ids:
             log.warning(
                 "%s: its rows have no file_name, and %s has no image ids: N is taken for the Nth "
@@ -156,19 +157,28 @@ def read_detections(
 
 
 def _ids_by_name(path: Path, names: set[str], truth: Annotations) -> dict[str, int]:
-    """Return the image id of each name, of which other programs write the last part only."""
-    last = posixpath.basename
-    whole = dict(zip(truth.file_names, truth.image_ids.tolist(), strict=True))
-    counts = collections.Counter(map(last, whole))
-    ids = {last(name): i for name, i in whole.items() if counts[last(name)] == 1} | whole
-    found = {n: ids[n if n in ids else last(n)] for n in names if n in ids or last(n) in ids}
-    if found and (others := sorted(names - found.keys())):
+    """Return the image id of each name, which may have more leading folders, or fewer."""
+    ids = dict(zip(truth.file_names, truth.image_ids.tolist(), strict=True))
+    ends: dict[str, list[str]] = {}
+    for name in ids:
+        ends.setdefault(posixpath.basename(name), []).append(name)
+
+    def meant(name: str) -> list[str]:
+        if name in ids:
+            return [name]
+        near = ends.get(posixpath.basename(name), [])
+        within = [own for own in near if name.endswith(f"/{own}")]
+        longer = [own for own in near if own.endswith(f"/{name}")] or near
+        return [max(within, key=len)] if within else longer
+
+    found = {name: near for name in names if (near := meant(name))}
+    if found and (others := sorted(n for n in names if len(found.get(n, ())) != 1)):
         raise DataError(
             f"{path}: {counted(len(others), 'image')} with detections are not in {truth.origin}, "
             f"or several have the name: {listed(others, MAX_NAMED)}",
             hint="score them against the annotations they belong to: --data DIR, --split",
         )
-    return found
+    return {name: ids[near] for name, (near,) in found.items()}
 
 
 def read_ground_truth(path: Path) -> Annotations:

@@ -27,7 +27,7 @@ from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.formats import coco
 from ssdctl.data.index import index_path, last_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of, fold_rows
+from ssdctl.data.open_dataset import annotations_of, fold_rows, without_division
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
@@ -343,7 +343,7 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
     settings = config.evaluate
     root, store = dataset_folders(config.data)
     name: str = settings.split
-    splits = annotations_of(root, store, config.prepare)
+    splits = annotations_of(root, store, without_division(config, root))
     if root.is_file() and len(splits) == 1 and not config.is_chosen("evaluate.split"):
         name = next(iter(splits))
     truth = ground_truth(require_split(splits, name, root))
@@ -415,7 +415,7 @@ def detect_on_split(
     config = fit_to_graph(checkpoint, config)
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    splits = open_on_all_ranks(root, folder, config.prepare, ranks, progress)
+    splits = open_on_all_ranks(root, folder, without_division(config, root), ranks, progress)
     fold = choose_fold(fold_of or checkpoint, config, root, splits, is_required=only_fold)
     name_of_split = settings.split if fold is None else "train"
     split = require_split(splits, name_of_split, root)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ssdctl.config.call import hints_in_messages
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
-from ssdctl.config.settings import Config, all_settings
+from ssdctl.config.settings import DEFAULT, Config, Kind, Source, all_settings
 from ssdctl.data.store_folder import real_path
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
@@ -244,8 +244,10 @@ class Run:
     @hints_in_messages()
     def config(self) -> Config:
         """The settings of the run, as functions of the Python API take them."""
-        file = str(self._files.config)
-        return resolve(file=file, environment={}, default_file=False)
+        own = Source(Kind.FILE, str(self._files.config))
+        read = [o for o in read_toml(self._files.config) if o.source != DEFAULT]
+        overrides = [o if o.source.kind >= Kind.FILE else o._replace(source=own) for o in read]
+        return resolve(overrides=overrides, environment={}, default_file=False)
 
     @cached_property
     @hints_in_messages()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssdctl.config import Config
 from ssdctl.config.fields import augmentation_names
 from ssdctl.config.resolve import Override, preset_overrides
-from ssdctl.config.settings import DEFAULT, Kind, Source, all_settings
+from ssdctl.config.settings import DEFAULT, INIT, SHORT_RUN, Kind, Source, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
@@ -49,8 +49,6 @@ LEAVE_IT_OUT = "leave it out"
 AUGMENTATION = ["train.augment", "train.hue_degrees"]
 EVALUATION = ["train.eval_every", "train.eval_at", "train.patience", "train.target_ap"]
 EVALUATED_WITH = [f"evaluate.{name}" for name in ("batch_size", "score_threshold", "nms_iou")]
-INIT = Source(Kind.RULE, "checkpoint of --init")
-SHORT_RUN = Source(Kind.RULE, "a tenth of the steps before the decay or the end")
 CONTINUED = Source(Kind.FILE, "the run it continues")
 SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chosen together
 

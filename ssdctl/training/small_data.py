@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ssdctl.config.settings import Config, Kind, Source
+from ssdctl.config.settings import FINE_TUNING, SMALL_DATA, Config, Source
 from ssdctl.input.batch import num_background
 
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
@@ -28,14 +28,14 @@ DECAY = ("lr_decay", "decay_epochs")
 class Rule(NamedTuple):
     """What replaces the recipe's values."""
 
-    name: str
+    source: Source
     fewest_samples: int  # images trained on, repetitions included
     fewest_epochs: int
     peak_lr: float  # at REFERENCE_BATCH; grows with the batch's square root
 
 
-SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak_lr=1.4e-3)
-FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
+FEW = Rule(SMALL_DATA, fewest_samples=8000, fewest_epochs=20, peak_lr=1.4e-3)
+TUNED = Rule(FINE_TUNING, fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
 
 
 def adapt_to_data(
@@ -56,15 +56,15 @@ def adapt_to_data(
     train = config.train
     if config.is_chosen("train.preset") or images >= FEW_IMAGES or train.fake_data:
         return config, None
-    rule = SMALL_DATA if train.init is None else FINE_TUNING
+    rule = FEW if train.init is None else TUNED
     values = _values(config, images, world_size, rule, background)
     if not values:
         return config, None
     for name, value in values.items():
-        config = config.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
+        config = config.with_value(f"train.{name}", value, rule.source)
     kind = "fine-tuning on" if train.init is not None else "only"
     changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
-    line = f"{rule.name} ({kind} {images:,} training images): {changes}"
+    line = f"{rule.source} ({kind} {images:,} training images): {changes}"
     return config, line
 
 
@@ -102,7 +102,7 @@ def _values(
             "lr": float(f"{peak * 32 / global_batch:.3g}"),
         }
     values |= _schedule(config.steps, epochs, epoch_images, global_batch, is_open)
-    if rule is FINE_TUNING and batch_size < SMALL_BATCH and is_open("freeze_norm"):
+    if rule is TUNED and batch_size < SMALL_BATCH and is_open("freeze_norm"):
         values["freeze_norm"] = True
     return values
 

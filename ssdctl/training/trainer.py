@@ -537,15 +537,19 @@ class Trainer:
 
         The best weights may be deleted or damaged, or of a branch that the run left.
         """
-        if not (past := self._past_evaluations()):
-            return past
-        steps = {*map(step_of, self.saver.steps()), self.saver.step_of_best()}
+        past, steps = self._past_evaluations(), self._steps_with_weights()
         best = max((r["AP"] for r in past if r["step"] in steps), default=-1.0)
-        return [r for r in past if r["step"] in steps or r["AP"] < best]
+        return [r for r in past if r["step"] in steps or r["AP"] <= best]
+
+    def _steps_with_weights(self) -> set[int | None]:
+        if self._folder is None:  # the first rank has the records
+            return set()
+        return {*map(step_of, self.saver.steps()), self.saver.step_of_best()}
 
     def _update_links(self) -> None:
         """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
-        best = best_evaluation(self._past_with_weights())
+        steps = self._steps_with_weights()
+        best = best_evaluation([r for r in self._past_evaluations() if r["step"] in steps])
         # The best AP of a checkpoint whose record was lost is not of a known step.
         if best and best["AP"] == self.evaluator.early_stopping.ap:
             self.saver.best_step = best["step"]

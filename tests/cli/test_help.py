@@ -69,10 +69,3 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
     assert set(found) - {"commit"} == {"Python", "torch", "device"}
     assert ("commit" in found) == (Path(__file__).parents[2] / ".git").exists()
     assert found["torch"] == metadata.version("torch")
-
-
-def test_no_command_shows_the_help_and_fails(cli: Cli) -> None:
-    for group in ([], ["config"]):
-        result = cli(*group)
-        assert (result.code, result.out) == (2, "")
-        assert result.err == cli(*group, "--help").out + "\n" * (result.err[-2:] == "\n\n")

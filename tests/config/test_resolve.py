@@ -26,7 +26,7 @@ from ssdctl.config.resolve import (
     preset_overrides,
     resolve,
 )
-from ssdctl.config.settings import DEFAULT, Config, Kind, Source, all_settings
+from ssdctl.config.settings import DEFAULT, SMALL_DATA, Config, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
 
@@ -139,15 +139,16 @@ def test_defaults_in_the_file_of_a_run_are_not_chosen() -> None:
 
 
 def test_only_edited_values_of_presets_and_rules_are_chosen() -> None:
-    rule, given = Source(Kind.RULE, "a rule"), resolved()
+    rule, given = SMALL_DATA, resolved()
     for path, value in (("train.lr", 0.5), ("train.epochs", 7), ("train.warmup", "3ep")):
         given = given.with_value(path, value, rule)
     edited = {"epochs = 7 ": "epochs = 8 ", "momentum = 0.9 ": "momentum = 0.8 "}
+    edited |= {"seed = 0  # default": "seed = 7  # lucky: 7"}
     text = functools.reduce(lambda t, e: t.replace(*e), edited.items(), to_snapshot_toml(given))
     again, named = resolved(text=text), resolved(("train.preset", "mlperf-r34"), text=text)
     assert (again.train.lr, again.train.warmup, again.sources["train.lr"]) == (0.5, "3ep", rule)
     chosen = {path for path in again.sources if again.is_chosen(path)}
-    assert chosen == {"train.epochs", "train.momentum"}
+    assert chosen == {"train.epochs", "train.momentum", "train.seed"}
     assert (named.train.lr, named.train.epochs) == (0.0025, 8)
 
 

@@ -188,9 +188,9 @@ def test_names_of_images_count_more_than_ids(tmp_path: Path) -> None:
         rows = [{**row, "image_id": 1, "file_name": n} for n in ("1.jpg", name)]
         path.write_text(json.dumps(rows))
         with pytest.raises(DataError, match=rf"1 image .*{name}"):
-            read_detections(path, truth)
+            read_detections(path, truth, has_ids=False)
     path.write_text(json.dumps([{**row, "image_id": 2, "file_name": "frame"}]))  # none of them
-    assert read_detections(path, truth).image_ids.tolist() == [2]
+    assert read_detections(path, truth, has_ids=False).image_ids.tolist() == [2]
 
 
 @pytest.mark.parametrize(

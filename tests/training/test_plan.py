@@ -172,12 +172,6 @@ def test_few_images_get_enough_steps(images: int, total: int, warmup: int) -> No
     assert tuned.peak_lr < 0.8 * plan.peak_lr
 
 
-def test_many_images_keep_the_recipe() -> None:
-    config = train_settings()
-    plan = plan_of(config, 5000)
-    assert (plan.config, plan.rule) == (config, None)
-
-
 @pytest.mark.parametrize(("world_size", "is_frozen"), [(1, False), (2, True)])
 def test_small_batches_keep_the_statistics_of_batch_norm(world_size: int, is_frozen: bool) -> None:
     train = plan_of(train_settings(init="x.pt"), 100, world_size).config.train

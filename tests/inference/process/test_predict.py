@@ -246,13 +246,6 @@ def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -
         predict(image, "--out", "labels", "--save", "coco").expect(code)
 
 
-@pytest.mark.parametrize("name", ["ssd.pt2", "ssd.xml"])
-def test_files_for_other_runtimes_are_named(name: str) -> None:
-    Path(name).write_bytes(b"PK")
-    with pytest.raises(UsageError, match=name):
-        ssdctl.load(name, device="cpu")
-
-
 def test_an_image_alone_is_predicted_with_the_newest_run(
     cli: Cli, tiny_run: Path, image_file: Path, shapes: Path
 ) -> None:
