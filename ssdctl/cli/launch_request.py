@@ -23,7 +23,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.cli.train import plan_and_check
 from ssdctl.config import Config
 from ssdctl.config.fields import device_type
-from ssdctl.config.render import as_text, values
+from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import FILES_VARIABLE, parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
@@ -181,11 +181,20 @@ def resumed(request: LaunchRequest) -> LaunchRequest:
 def exported_settings(call: Call, kind: Kind) -> dict[str, str]:
     """Return the settings of files or of variables, as text by path."""
     return {
-        path: as_text(value)
+        path: _as_text(value)
         for path, value in values(call.config).items()
         if call.config.sources[path].kind is kind
         and all_settings()[path].section not in LAUNCH_TABLES
     }
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        parts = [str(part) for part in value]
+        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
 
 
 def train_command(call: Call, device: str, file: str | None) -> list[str]:

@@ -38,16 +38,6 @@ def values(config: Config) -> dict[str, Any]:
     return {path: sections[s.section][s.name] for path, s in all_settings().items()}
 
 
-def as_text(value: object) -> str:
-    """Return a value for a variable or `--set`."""
-    if isinstance(value, (list, tuple)):
-        parts = [str(part) for part in value]
-        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)
-
-
 def snapshot(config: Config) -> dict[str, Any]:
     """Return the settings that explain a result, for files that are shared, without secrets."""
     return {
