@@ -53,3 +53,10 @@ def cache_folder() -> Path:
 
 def is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
+
+
+def is_refused(store: Path) -> bool:
+    """Return whether there is a store that this user may not read."""
+    if not store.exists():
+        return False
+    return not all(os.access(path, os.R_OK) for path in (store, *store.glob("index-*.arrow")))

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import TOML, cached_store, index, is_writable, usual_store
+from ssdctl.data import TOML, cached_store, index, is_refused, is_writable, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
 from ssdctl.data.formats import built_in, coco, recognized, yolo
@@ -237,7 +237,8 @@ def last_store(root: Path, store: Path) -> Path:
     """Return the store that has the options of the last `prepare`: this one, else the dataset's."""
     usual = usual_store(root)
     stores = [usual, cached_store(root)] if is_writable(usual) else [cached_store(root), usual]
-    return next((path for path in (store, *stores) if index.last_made(path) is not None), store)
+    known = (path for path in (store, *stores) if path == store or not is_refused(path))
+    return next((path for path in known if index.last_made(path) is not None), store)
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:

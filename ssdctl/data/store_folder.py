@@ -7,11 +7,13 @@ own cache; processes of one user are kept apart by the store's lock.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.data import STORE_NAME, TOML, cached_store, is_writable, usual_store
+from ssdctl.data import STORE_NAME, TOML, cached_store, is_refused, is_writable, usual_store
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import refuse_url
 from ssdctl.runtime.safe_text import quoted_folder
@@ -19,6 +21,7 @@ from ssdctl.runtime.safe_text import quoted_folder
 if TYPE_CHECKING:
     from ssdctl.config import Config, DataConfig
 
+log = logging.getLogger(__name__)
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 
 
@@ -144,6 +147,11 @@ def real_path(path: str | Path) -> str:
         return str(path)
 
 
+@functools.cache  # once for each
+def _warn_of_refused(store: Path, instead: Path) -> None:
+    log.warning("%s cannot be read, so its options are not known: using %s", store, instead)
+
+
 def default_store(root: Path) -> Path:
     """Return the store's folder of the dataset in `root` if the user names none."""
     folder = usual_store(root)
@@ -151,6 +159,9 @@ def default_store(root: Path) -> Path:
         return folder
     from ssdctl.data.sources import is_prepared
 
-    if folder.exists() and is_prepared(root, folder):
+    cached = cached_store(root)
+    if is_refused(folder):
+        _warn_of_refused(folder, cached)
+    elif folder.exists() and is_prepared(root, folder):
         return folder
-    return cached_store(root)
+    return cached

@@ -10,6 +10,7 @@ scoring does not use, and pycocotools mishandles an annotation id of 0.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import logging
@@ -129,10 +130,15 @@ def read_detections(
         rows = decode(content, list[_Result])
         is_named = all(isinstance(row.file_name, str) for row in rows)
         uses_names = not has_ids or any(isinstance(row.image_id, str) for row in rows)
-        if rows and truth is not None and is_named and uses_names:
-            ids = _ids_by_name(path, {row.file_name for row in rows}, truth)
-            for row in rows:
-                row.image_id = ids.get(row.file_name, row.image_id)
+        if rows and truth is not None and is_named:
+            names = {row.file_name for row in rows}
+            ids = _ids_by_name(path, names, truth, is_required=uses_names)
+            others = [row for row in rows if ids.get(row.file_name, row.image_id) != row.image_id]
+            if others and not uses_names:
+                text = "%s: image ids of other images than file_name, such as %s with %s: ids count"
+                log.warning(text, path, others[0].file_name, others[0].image_id)
+            for row in others if uses_names else ():
+                row.image_id = ids[row.file_name]
         elif rows and not has_ids:
             log.warning(
                 "%s: its rows have no file_name, and %s has no image ids: N is taken for the Nth "
@@ -156,8 +162,14 @@ def read_detections(
     return Detections(image_ids, boxes, scores, category_ids)
 
 
-def _ids_by_name(path: Path, names: set[str], truth: Annotations) -> dict[str, int]:
-    """Return the image id of each name, which may have more leading folders, or fewer."""
+def _ids_by_name(
+    path: Path, names: set[str], truth: Annotations, *, is_required: bool
+) -> dict[str, int]:
+    """Return the image id of each name, which may have more leading folders, or fewer.
+
+    Args:
+        is_required: Raise DataError if some names mean an image, and others none or the same one.
+    """
     ids = dict(zip(truth.file_names, truth.image_ids.tolist(), strict=True))
     ends: dict[str, list[str]] = {}
     for name in ids:
@@ -171,14 +183,16 @@ def _ids_by_name(path: Path, names: set[str], truth: Annotations) -> dict[str, i
         longer = [own for own in near if own.endswith(f"/{name}")] or near
         return [max(within, key=len)] if within else longer
 
-    found = {name: near for name in names if (near := meant(name))}
-    if found and (others := sorted(n for n in names if len(found.get(n, ())) != 1)):
+    found = {name: near[0] for name in names if len(near := meant(name)) == 1}
+    counts = collections.Counter(found.values())
+    others = sorted(name for name in names if counts[found.get(name, "")] != 1)
+    if is_required and others and any(map(meant, names)):
         raise DataError(
             f"{path}: {counted(len(others), 'image')} with detections are not in {truth.origin}, "
             f"or several have the name: {listed(others, MAX_NAMED)}",
             hint="score them against the annotations they belong to: --data DIR, --split",
         )
-    return {name: ids[near] for name, (near,) in found.items()}
+    return {name: ids[near] for name, near in found.items()}
 
 
 def read_ground_truth(path: Path) -> Annotations:

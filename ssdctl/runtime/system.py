@@ -435,6 +435,9 @@ def take_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
+ABANDONED = threading.Event()  # the process must end without waiting for its threads
+
+
 @contextlib.contextmanager
 def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
     """Yield a pool whose tasks end with the block; Ctrl-C does not wait for a stalled file system.
@@ -446,6 +449,7 @@ def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
         yield pool
     except KeyboardInterrupt:
         waits = False
+        ABANDONED.set()
         raise
     finally:
         pool.shutdown(wait=waits, cancel_futures=True)
@@ -454,11 +458,18 @@ def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[int]:
     """Redirect stdout, also of C++ and of child processes; yield a descriptor of the former one."""
-    sys.stdout.flush()
+    import ctypes  # late: few commands need it
+
+    def flush() -> None:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+
+    flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
         yield kept
     finally:
+        flush()
         os.dup2(kept, 1)
         os.close(kept)
