@@ -209,6 +209,7 @@ def _name_sources(
         value = getattr(getattr(call.config, setting.section), setting.name)
         flags = [flag for flag in setting.flags if setting in selected or flag not in options]
         has_text = isinstance(value, str) and not setting.choices and value not in words
+        # `Path` would shorten the text.
         texts = [value, os.path.abspath(value)] if has_text else []  # noqa: PTH100
         if any(re.search(rf"(?<![\w-]){flag}(?![\w-])", message) for flag in flags) or any(
             message.startswith(f"{text}:") or f"'{text}'" in message for text in texts

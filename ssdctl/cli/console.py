@@ -216,6 +216,7 @@ def _only_results() -> Iterator[IO[str]]:
             if (stdout.fileno(), sys.stderr.fileno()) == (1, 2):
                 kept = aside.enter_context(stdout_to_stderr())
                 encoding, errors = stdout.encoding, stdout.errors
+                # The descriptor is closed by its owner, after the results.
                 stdout = open(kept, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
         aside.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield stdout

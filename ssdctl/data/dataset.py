@@ -186,8 +186,8 @@ def read_and_convert(
     splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
-    is_divided = "val" in splits or (is_optional and "train" not in splits)
-    if conversion.split is not None and is_divided:
+    has_splits = "val" in splits or (is_optional and "train" not in splits)
+    if conversion.split is not None and has_splits:
         if not is_optional:
             problem = f"{root}: has validation images already, so it is not divided again"
             raise UsageError(problem, hint="omit --split and --group")

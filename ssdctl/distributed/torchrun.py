@@ -46,12 +46,11 @@ def set_tpu_variables(words: list[str]) -> None:
             os.environ.setdefault(f"PET_{name}", os.environ[name])
 
 
-def _endpoint(words: list[str]) -> str:
-    return str(get_args_parser().parse_args(words).rdzv_endpoint)
-
-
 def run(words: list[str]) -> None:
-    """Run torchrun's command line; exit 1 if a rank failed, 128 + N after signal N."""
+    """Run torchrun's command line.
+
+    The exit code is 1 if a rank failed, 8 if the nodes do not meet, 128 + N after signal N.
+    """
     if words[:1] == ["--tpu"]:
         del words[0]
         try:
@@ -68,9 +67,9 @@ def run(words: list[str]) -> None:
     except ChildFailedError:
         sys.exit(1)
     except RendezvousConnectionError:
+        endpoint = get_args_parser().parse_args(words).rdzv_endpoint
         hint = "another program may use the port, or the first node is not reached at that name"
-        text = f"error: no rendezvous at {_endpoint(words)}\nhint: {hint}"
-        print(text, file=sys.stderr)  # noqa: T201
+        print(f"error: no rendezvous at {endpoint}\nhint: {hint}", file=sys.stderr)  # noqa: T201
         sys.exit(ExitCode.DISTRIBUTED)
     except SignalException as error:
         sys.exit(128 + error.sigval)
