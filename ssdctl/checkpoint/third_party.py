@@ -62,6 +62,7 @@ PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
 }
 COCO_OUTPUTS = 81  # NVIDIA's and MLPerf's: the 80 classes without gaps
 COCO_OUTPUTS_WITH_GAPS = 91  # torchvision's: a label is COCO's category id
+STATES = ("model", "state_dict", "model_state_dict")  # keys of the weights in a file
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 # What the programs whose checkpoints are not read write: modules of their pickles, keys, and the
 # beginnings of their weights' names; the most specific first.
@@ -123,7 +124,7 @@ def has_own_weights(payload: Any) -> bool:
 
 
 def _names_in(payload: Mapping[Any, Any]) -> list[str]:
-    states = (payload.get(key) for key in ("model", "state_dict", "model_state_dict", "ema"))
+    states = (payload.get(key) for key in (*STATES, "ema"))
     keys = [*payload, *(key for s in states if isinstance(s, Mapping) for key in s)]
     return [WRAPPERS.sub("", str(key)) for key in keys]
 
@@ -169,10 +170,9 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
 
 
 def state_of(payload: Any) -> dict[str, Any]:
-    """Return the weights in a third-party file: its `model` or `state_dict`, or the file itself."""
+    """Return the weights in a third-party file, or the file itself if it is a state dict."""
     own = payload if isinstance(payload, Mapping) else {}
-    inner = (own.get("model"), own.get("state_dict"))
-    state = next((item for item in inner if isinstance(item, Mapping)), own)
+    state = next((own[key] for key in STATES if isinstance(own.get(key), Mapping)), own)
     return {WRAPPERS.sub("", str(name)): value for name, value in state.items()}
 
 

@@ -109,7 +109,7 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
         _put(out / "README.md", _hf_card(splits, classes))
 
 
-def _put(path: Path, content: bytes | str) -> None:
+def _put(path: Path, content: bytes | memoryview | str) -> None:
     """Write a file of the temporary folder."""
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,9 +296,10 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: Class
             }
             for image_id, image, content in part
         ]
-        path = folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet"
+        file = io.BytesIO()
         # The options with which `datasets` itself writes images: small row groups.
-        parquet.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=100)
+        parquet.write_table(pa.Table.from_pylist(rows, schema), file, row_group_size=100)
+        _put(folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet", file.getbuffer())
 
 
 def _shards(images: Iterator[_Exported]) -> Iterator[list[_Exported]]:

@@ -32,7 +32,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -274,7 +274,7 @@ class ImageFinder:
         for file, several in rivals.items():
             # An absolute path names one image, also if two splits have it.
             names = {
-                (rows[n].name, is_plain_name(rows[n].entry.name) and rows[n].entry.split)
+                (rows[n].name, _is_relative(rows[n].entry.name) and rows[n].entry.split)
                 for n in several
             }
             if not may_share and len(names) > 1:
@@ -403,8 +403,7 @@ class ImageFinder:
             bool(labels[:-1]) and folders[:-1] == labels[:-1],
         )
         is_beside = bool(labels[:-1]) and before[:-1] == labels[:-1] and before != labels
-        is_relative = is_plain_name(entry.name.replace("\\", "/"))
-        start = [*EXACT, "*"] if is_relative else ["/"]
+        start = [*EXACT, "*"] if _is_relative(entry.name) else ["/"]
         start = [*SERVED] if LOCAL_FILES in entry.name else start
         lead = [*start, *names[: len(names) - tail - 1]]
         return _Option(
@@ -563,6 +562,11 @@ def label_folder(labels: Path, root: Path) -> str:
     """Return the folder of a label file, relative to the dataset folder; "" if it is not below."""
     below = labels.relative_to(root) if labels.is_relative_to(root) else PurePosixPath()
     return "/".join(below.parts[:-1])
+
+
+def _is_relative(name: str) -> bool:
+    """Return whether a name is a relative path in the dataset folder, also as Windows writes it."""
+    return is_plain_name(name.replace("\\", "/")) and not PureWindowsPath(name).drive
 
 
 def parts_of(path: str) -> list[str]:

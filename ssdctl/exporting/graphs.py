@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,8 @@ def pt2_program(deployment: Deployment, images: Images) -> tuple[bytes, Differen
             (example(deployment),),
             dynamic_shapes=dynamic_shapes(deployment),
         )
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # it has paths of this machine
     file = io.BytesIO()
     metadata = msgspec.json.encode(description(deployment)).decode()
     torch.export.save(program, file, extra_files={PT2_METADATA: metadata})
@@ -202,7 +205,10 @@ def network_graph(deployment: Deployment) -> Any:
             verbose=False,
         )
     assert program is not None
-    return program.model_proto
+    model: Any = program.model_proto
+    for item in itertools.chain(model.graph.node, model.graph.value_info):
+        del item.metadata_props[:]  # notes of PyTorch's exporter, with paths of this machine
+    return model
 
 
 def with_nms(model: Any, deployment: Deployment) -> Any:

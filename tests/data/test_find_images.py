@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "a path of another machine in two splits": (
         "images/a.jpg images/b.jpg",
-        {"train.json": coco("/home/me/a.jpg"), "val.json": coco("/home/me/a.jpg /home/me/b.jpg")},
+        {"train.json": coco("C:/me/a.jpg"), "val.json": coco("C:/me/a.jpg C:/me/b.jpg")},
         {"train": "images/a.jpg", "val": "images/a.jpg images/b.jpg"},
     ),
     "upper and lower case": (
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         "JPEGImages/a.jpg JPEGImages/b.jpg",
         {
             "Annotations/x/a.xml": voc(), "Annotations/y/b.xml": voc(), "JPEGImages/b.HEIC": "",
-            "ImageSets/Main/train.txt": "a.jpg", "ImageSets/Main/val.txt": "JPEGImages/b.jpg",
+            "ImageSets/Main/train.txt": "a.jpg", "ImageSets/Main/val.txt": r"JPEGImages\b.jpg",
         },
         {"train": "JPEGImages/a.jpg", "val": "JPEGImages/b.jpg"},
     ),

@@ -284,7 +284,7 @@ def _stems(path: Path, listable: _Listable, finder: ImageFinder) -> list[str]:
 
     words = []
     for _, line in read_lines(path, MAX_LIST_BYTES):
-        line = nfc(line.strip())
+        line = nfc(line.strip().replace("\\", "/"))
         word = re.sub(r"(\s+-?\d+)+$", "", line)
         image, xml = map(_stem, _pair(word))
         names = (line, word, xml if xml in listable else image)
