@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILES = {"ssdctl.bash": "bash", "_ssdctl": "zsh", "ssdctl.fish": "fish", "ssdctl.ps1": "powershell"}
+FILES = {"ssdctl.bash": "bash", "_ssdctl": "zsh", "ssdctl.fish": "fish"}
 # zsh loads the script at the first completion: it completes then, not only from the second one on.
 ZSH_FIRST_COMPLETION = """
 if [[ $funcstack[1] == _ssdctl ]]; then
