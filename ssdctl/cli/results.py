@@ -307,7 +307,8 @@ def _differences(comparison: Comparison) -> Group:
     for label, found in entries:
         rows.append([label, *(str(found.get(name, "-")) for name in ("AP", "AP50"))])
     classes = table("class", "AP, B - A", "AP50, B - A", rows=rows)
-    return Group("", *heads, "", classes, "", INTERVALS)
+    has_intervals = any(found for _, found in entries)
+    return Group("", *heads, "", classes, *["", INTERVALS] * has_intervals)
 
 
 def _show(
@@ -417,7 +418,8 @@ def tables(evaluation: Evaluation) -> Group:
         for e in sorted(evaluation.errors, key=lambda e: -e.delta_ap)
     ]
     errors = table("error type", "AP50 gain", "count", "meaning", rows=rows, left=(0, 3))
-    counted = f"{INTERVALS} Errors are counted at IoU 0.5"
+    has_intervals = evaluation.intervals or any(entry.intervals for entry in evaluation.per_class)
+    counted = f"{INTERVALS} " * bool(has_intervals) + "Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
         counted += f", among detections with a score of at least {about.score_threshold:g}"
     return Group(

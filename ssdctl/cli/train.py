@@ -260,7 +260,7 @@ def _plan_rows(
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {train.lr:g} "
-        f"(for a batch of 32) x {plan.global_batch_size} / 32",
+        f"(for a batch of 32) x {plan.global_batch_size} / 32{' x 1.01 (cosine)' * plan.is_cosine}",
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",

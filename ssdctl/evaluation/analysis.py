@@ -30,6 +30,7 @@ from ssdctl.evaluation.coco_ap import (
     evaluated,
     run_scoring,
 )
+from ssdctl.evaluation.matches import Matches, match_objects
 from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
 from ssdctl.evaluation.suspects import find_suspects
 from ssdctl.files import msgspec_type
@@ -61,6 +62,7 @@ MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
 SHOWN_SUSPECTS = 50
 MAX_MATRIX = 100  # classes of a confusion matrix
+MAX_COUNTED = 1 << 31  # detections of an image in it
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
     "Loc": (
@@ -122,8 +124,9 @@ def score_and_resample(
         limit = "" if threshold is None else f" with a score of at least {threshold:g}"
         log.warning("%s: no detection%s: AP is 0", about.source, limit)
     about = msgspec.structs.replace(about, images=len(scoring.image_ids), detections=count)
-    draws = resample(scoring)
-    return analyze(scoring, detections, about, draws), draws
+    matches = match_objects(scoring)
+    draws = resample(scoring, matches)
+    return analyze(scoring, detections, about, matches, draws), draws
 
 
 def compare(a: tuple[Evaluation, Draws], b: tuple[Evaluation, Draws]) -> Comparison:
@@ -187,14 +190,18 @@ def serve() -> None:
 
 
 def analyze(
-    scoring: Scoring, detections: Detections, about: EvaluationInfo, draws: Draws
+    scoring: Scoring,
+    detections: Detections,
+    about: EvaluationInfo,
+    matches: list[list[Matches]],
+    draws: Draws,
 ) -> Evaluation:
     """Compute the evaluation record of scored detections."""
     overall, *by_class = intervals(draws)
-    precision, cut = (scoring.engine.eval[name] for name in ("precision", "scores"))
+    precision = scoring.engine.eval["precision"]
     table, diagnostics = _shown(scoring)
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
-    shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
+    shown = _confusion_matrix(_evaluated(scoring, table[counted]))
     counts = shown["matrix"].astype(np.int64)
     bins, calibration_error, suspects = list[CalibrationBin](), None, list[Suspect]()
     if detections.are_probabilities:
@@ -210,9 +217,9 @@ def analyze(
                 *entry[:2],
                 int(counts[k].sum()),
                 *entry[2:],
-                *_best_f1(precision[0, :, k, 0, 2], cut[0, :, k, 0, 2]),
-                curve := _curve(precision[0, :, [k], 0, 2]),
-                cut[0, :, k, 0, 2].round(4).tolist() if curve else [],
+                *_best_f1(matches[k][0], are_probabilities=detections.are_probabilities),
+                _curve(precision[0, :, [k], 0, 2]),
+                _f1_curve(matches[k][0]) if detections.are_probabilities else [],
                 by_class[k],
             )
             for k, entry in enumerate(scoring.per_class)
@@ -259,7 +266,7 @@ def _gain_of_absent(scoring: Scoring, ap: float) -> float:
     is_detected = np.isin(scoring.engine.params.cat_ids, scoring.table[:, 6])
     if is_detected.all():
         return 0.0
-    counts = scoring.engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"].astype(np.int64)[:-1]
+    counts = _confusion_matrix(scoring.engine)["matrix"].astype(np.int64)[:-1]
     num_objects = counts.sum(axis=1)
     has_objects, is_missed = num_objects > 0, counts[:, -1] == num_objects
     num_rest = (has_objects & (is_detected | ~is_missed)).sum()
@@ -285,27 +292,32 @@ def diagnosis(evaluation: Evaluation) -> str:
     return sentence + "."
 
 
-def f1_curve(entry: ClassAnalysis) -> list[float]:
-    """Return a class's F1 at IoU 0.5 for the score thresholds 0, 0.01 ... 1; empty if unknown."""
-    if not entry.scores or len(entry.scores) != len(entry.precision):
+def _confusion_matrix(engine: Any) -> dict[str, Any]:
+    """Return the engine's matrix of all detections; by default it takes 100 of each image."""
+    found: dict[str, Any] = engine.confusion_matrix(iou_thr=IOU_FOUND, max_det=MAX_COUNTED)
+    return found
+
+
+def _f1(matches: Matches, limits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return F1 at IoU 0.5 of the detections with a score above each limit."""
+    is_right, is_found = np.zeros(len(matches.scores)), np.ones(len(matches.scores))
+    is_right[matches.hits[0]], is_found[matches.ignored[0]] = 1, 0
+    count = np.searchsorted(-matches.scores, -limits)  # scores are in descending order
+    right, found = (np.append(0, part.cumsum())[count] for part in (is_right, is_found))
+    f1: NDArray[np.float64] = 2 * right / np.maximum(found + len(matches.objects), 1)
+    return f1
+
+
+def _f1_curve(matches: Matches) -> list[float]:
+    if not len(matches.objects):
         return []
-    precision, cut = np.array(entry.precision), np.array(entry.scores)
-    f1 = np.where(cut > 0, _f1(precision), 0)
-    # Scores fall with recall: a threshold reaches the recalls whose scores are not below it.
-    reached = np.searchsorted(-cut, -np.linspace(0, 1, 101), side="right")
-    reached = np.minimum(reached, (cut > 0).sum())
-    curve: list[float] = np.where(reached > 0, f1[reached - 1], 0).round(4).tolist()
+    curve: list[float] = _f1(matches, np.linspace(0, 1, 101)).round(4).tolist()
     return curve
-
-
-def _f1(precision: NDArray[np.float64]) -> NDArray[np.float64]:
-    recall = np.linspace(0, 1, len(precision))
-    return 2 * precision * recall / np.maximum(precision + recall, 1e-12)
 
 
 def best_threshold(evaluation: Evaluation) -> tuple[float, float] | None:
     """Return the score threshold with the best F1, as the mean of the classes, and that F1."""
-    curves = [curve for entry in evaluation.per_class if (curve := f1_curve(entry))]
+    curves = [entry.f1 for entry in evaluation.per_class if entry.f1]
     if not curves:
         return None
     mean = np.mean(curves, axis=0)
@@ -319,14 +331,18 @@ def _curve(precision: NDArray[np.float64]) -> list[float]:
     return measured.mean(axis=0).round(4).tolist() if len(measured) else []
 
 
-def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[float, float]:
-    if not (precision > -1).all():
+def _best_f1(matches: Matches, *, are_probabilities: bool) -> tuple[float, float]:
+    if not len(matches.objects):
         return -1.0, -1.0
-    f1 = _f1(precision)
-    best = int(f1.argmax())
     # Predictions have a score above the threshold; 0.56 * 1e4 is 5600.000000000001.
-    below = (np.ceil(np.round(cut[best] * 1e4, 6)) - 1) / 1e4
-    return round(float(f1[best]), 4), max(float(below), 0.0)
+    scores = np.append(matches.scores, 0.0)
+    if are_probabilities:
+        limits = np.maximum((np.ceil(np.round(scores * 1e4, 6)) - 1) / 1e4, 0)
+    else:
+        limits = np.nextafter(scores, -np.inf)
+    f1 = _f1(matches, limits)
+    best = int(f1.argmax())  # the highest threshold
+    return round(float(f1[best]), 4), float(limits[best])
 
 
 def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:

@@ -224,12 +224,12 @@ def rows_to_score(
 ) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
     has_objects = np.bincount(truth.rows, minlength=split.num_images) > 0
-    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
-    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
+    every = np.arange(split.num_images) if held is None else np.sort(held)
+    rows = (every[has_objects[every]] if settings.annotated_only else every)[: settings.limit]
     text = counted(len(rows), "image")
     if settings.annotated_only:
-        among = has_objects if held is None else has_objects[held]
-        text += f", {int((~among).sum())} without objects skipped"
+        reached = every if settings.limit is None else every[every <= rows.max(initial=-1)]
+        text += f", {len(reached) - len(rows)} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         text += f", {empty} without objects (counted; skip with --annotated-only)"
     require_images(rows, what)

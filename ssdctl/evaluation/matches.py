@@ -27,6 +27,7 @@ class Matches(NamedTuple):
     """The detections of one class and range of areas, by descending score."""
 
     images: Ints  # K: the number of each detection's image
+    scores: Floats  # K
     hits: list[Ints]  # for each IoU threshold: the detections that match an object
     ignored: list[Ints]  # for each IoU threshold: the detections that do not count
     objects: Ints  # the number of each object's image
@@ -79,6 +80,7 @@ def match_objects(scoring: Scoring) -> list[list[Matches]]:
             areas.append(
                 Matches(
                     found.key[rows] % count,
+                    found.scores[rows],
                     [np.flatnonzero(row) for row in hits_TK[:, rows]],
                     [np.flatnonzero(row) for row in ignored_TK[:, rows]],
                     object_key[object_ends[k] : object_ends[k + 1]] % count,

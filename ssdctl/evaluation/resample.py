@@ -1,6 +1,7 @@
 """Intervals of AP, and of the difference of two detectors, by a bootstrap over images.
 
-    draws = resample(run_scoring(truth, detections))
+    scoring = run_scoring(truth, detections)
+    draws = resample(scoring, match_objects(scoring))
     low, high = intervals(draws)[0]["AP"]
 
 Each draw takes as many images as there are, with replacement. Detections are matched with the
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.evaluation.coco_ap import COCO_METRICS, IOU_THRESHOLDS, Scoring
-from ssdctl.evaluation.matches import Floats, Ints, Matches, match_objects
+from ssdctl.evaluation.matches import Floats, Ints, Matches
 from ssdctl.runs.evaluation import Difference, Interval
 from ssdctl.runtime.system import usable_cores
 
@@ -39,16 +40,17 @@ class Draws(NamedTuple):
 
     estimates: Floats  # (1 + C) x METRICS, of the images themselves
     values: Floats  # R x (1 + C) x METRICS
-    images: Ints  # 1 + C: all images, and those with objects of the class
+    images: Ints  # (1 + C) x METRICS: those with objects of any class and the size, of the class
 
 
-def resample(scoring: Scoring, num_draws: int = NUM_DRAWS, seed: int = SEED) -> Draws:
+def resample(
+    scoring: Scoring, matches: list[list[Matches]], num_draws: int = NUM_DRAWS, seed: int = SEED
+) -> Draws:
     """Return the AP of draws of the scored images, for each class, IoU and size."""
     count = len(scoring.image_ids)
     rng = np.random.default_rng(seed)
     drawn = (np.bincount(rng.integers(0, count, count), minlength=count) for _ in range(num_draws))
     weights = np.array([np.ones(count), *drawn], np.int32)
-    matches = match_objects(scoring)
     with ThreadPoolExecutor(usable_cores()) as pool:
         classes = list(pool.map(lambda areas: _class_values(areas, weights), matches))
     values = np.stack(classes, axis=1)
@@ -57,8 +59,16 @@ def resample(scoring: Scoring, num_draws: int = NUM_DRAWS, seed: int = SEED) -> 
     with np.errstate(invalid="ignore"):
         means = totals / is_defined.sum(axis=1, keepdims=True)
     values = np.concatenate([means, values], axis=1)
-    images = [count, *(len(np.unique(areas[0].objects)) for areas in matches)]
-    return Draws(values[0], values[1:], np.array(images))
+    return Draws(values[0], values[1:], _num_images(matches))
+
+
+def _num_images(matches: list[list[Matches]]) -> Ints:
+    """Return how many images can show something: those with objects."""
+    columns = []
+    for name in METRICS:
+        objects = [areas[COCO_METRICS[name][2]].objects for areas in matches]
+        columns.append([len(np.unique(part)) for part in (np.concatenate(objects), *objects)])
+    return np.array(columns).T
 
 
 def _class_values(areas: list[Matches], weights: NDArray[np.int32]) -> Floats:
@@ -132,9 +142,10 @@ def intervals(draws: Draws) -> list[dict[str, Interval]]:
     result = []
     for row, margins in enumerate(_margins(draws.values, draws.images)):
         found = {}
-        for name, value, margin in zip(METRICS, draws.estimates[row], margins, strict=True):
+        columns = draws.estimates[row], margins, draws.images[row]
+        for name, value, margin, count in zip(METRICS, *columns, strict=True):
             if not np.isnan(value + margin):
-                low, high = _ends_without_spread(value, draws.images[row])
+                low, high = _ends_without_spread(value, count)
                 if margin >= NO_SPREAD:
                     odds = value / max(1 - value, 1e-12)
                     factor = np.exp(min(margin / max(value * (1 - value), 1e-12), 50))
@@ -155,9 +166,9 @@ def differences(a: Draws, b: Draws) -> list[dict[str, Difference]]:
     """Return b - a of each metric with its 95% interval, in the order of `intervals`."""
     estimates, margins = b.estimates - a.estimates, _margins(b.values - a.values, a.images)
     result = []
-    for row, count in enumerate(a.images):
+    for columns in zip(estimates, margins, a.images, strict=True):
         found = {}
-        for name, value, margin in zip(METRICS, estimates[row], margins[row], strict=True):
+        for name, value, margin, count in zip(METRICS, *columns, strict=True):
             if not np.isnan(value + margin):
                 ends = value - margin, value + margin
                 if margin < NO_SPREAD < abs(value):
@@ -180,8 +191,8 @@ def _margins(values: Floats, images: Ints) -> Floats:
         squares = np.where(is_defined, values - mean, 0) ** 2
         spread = np.sqrt(squares.sum(axis=0) / (num_defined - 1))
         quantiles, count = _student(images - 1), images.astype(np.float64)
-        margins = spread * (quantiles * np.sqrt(count / (count - 1)))[:, None]
-    is_known = (num_defined > len(values) / 2) & (images >= MIN_IMAGES)[:, None]
+        margins = spread * quantiles * np.sqrt(count / (count - 1))
+    is_known = (num_defined > len(values) / 2) & (images >= MIN_IMAGES)
     return np.where(is_known, margins, np.nan)
 
 
@@ -193,7 +204,8 @@ def _student(degrees: Ints) -> Floats:
 
 def images_needed(difference: Difference, num_images: int) -> int | None:
     """Return about how many images would show a difference of this size; None: a million do not."""
-    margin = (difference.high - difference.low) / 2
+    near = difference.low if difference.estimate > 0 else difference.high  # the end beyond 0
+    margin = abs(difference.estimate - near)
     if abs(difference.estimate) * np.sqrt(MAX_IMAGES / num_images) <= margin:
         return None
     needed = max(num_images * (margin / difference.estimate) ** 2, 1)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.drawing import class_color, one_line
-from ssdctl.evaluation.analysis import best_threshold, f1_curve
+from ssdctl.evaluation.analysis import best_threshold
 from ssdctl.runs.evaluation import Evaluation
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
@@ -180,7 +180,7 @@ def precision_recall(evaluation: Evaluation) -> Chart | None:
 
 def f1_over_score(evaluation: Evaluation) -> Chart | None:
     """Return F1 over the score threshold: each class and the mean, with the best threshold."""
-    curves = [f1_curve(entry) for entry in evaluation.per_class]
+    curves = [entry.f1 for entry in evaluation.per_class]
     best = best_threshold(evaluation)
     if best is None:
         return None

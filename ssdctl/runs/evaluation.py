@@ -22,12 +22,12 @@ from ssdctl.files import (
     unreadable,
     write_bytes,
 )
-from ssdctl.runtime.safe_text import html_table
+from ssdctl.runtime.safe_text import counted, html_table
 
 MAX_BYTES = 1 << 28
 SHOWN_SCORE = 0.3  # lowest score of detections in images and confusions, unless chosen
 SAMPLE_SCORE = 0.05  # lowest score of detections in samples
-CURVES = ("precision", "scores")  # fields of a class that a terminal does not show
+CURVES = ("precision", "f1")  # fields of a class that a terminal does not show
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 Interval = tuple[float, float]  # of 95% confidence
 
@@ -79,7 +79,7 @@ class ClassAnalysis(msgspec.Struct, frozen=True):
     best_f1: float  # at IoU 0.5, over all score thresholds
     best_score: float  # the threshold that gives it
     precision: list[float]  # at IoU 0.5, for the recalls 0, 0.01 ... 1; empty without objects
-    scores: list[float] = []  # the threshold at which each of these recalls is reached; else 0
+    f1: list[float] = []  # at IoU 0.5, for the score thresholds 0, 0.01 ... 1; empty: see precision
     intervals: dict[str, Interval] = {}  # of AP, AP50, APs ...
 
 
@@ -217,7 +217,7 @@ class Comparison(msgspec.Struct, frozen=True):
         """Return one sentence: which one is better, or how many images would show it."""
         if self.better is not None:
             return f"{self.better.upper()} is better: AP {self.difference['AP']}"
-        sentence = f"no difference can be shown with {self.a.about.images:,} images"
+        sentence = f"no difference can be shown with {counted(self.a.about.images, 'image')}"
         ap = self.difference.get("AP")
         if ap is None or ap.low == ap.high:
             return sentence

@@ -118,8 +118,13 @@ class Plan:
         return int(value) if unit == "st" else self.step_at(value)
 
     @cached_property
-    def peak_lr(self) -> float:
+    def base_lr(self) -> float:
         return self.config.train.lr * self.global_batch_size / 32
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after the warm-up."""
+        return self.base_lr * (1 + COSINE_FLOOR * self.is_cosine)
 
     @cached_property
     def decay_steps(self) -> tuple[int, ...]:
@@ -144,12 +149,11 @@ class Plan:
         The warm-up is linear from 0, so the first step of a warm-up changes no weight.
         """
         if step < self.warmup_steps:
-            plateau = self.peak_lr * (1 + COSINE_FLOOR * self.is_cosine)
-            return plateau * step / self.warmup_steps
+            return self.peak_lr * step / self.warmup_steps
         if self.is_cosine:
             start, end = self.decay_steps
             progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-            return self.peak_lr * (0.5 * (1 + math.cos(math.pi * progress)) + COSINE_FLOOR)
+            return self.base_lr * (0.5 * (1 + math.cos(math.pi * progress)) + COSINE_FLOOR)
         return self.peak_lr * DECAY_FACTOR ** sum(step >= decay for decay in self.decay_steps)
 
     def epoch(self, step: int) -> float:

@@ -149,7 +149,7 @@ def test_no_dataset_at_all(
 def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
     options = ("--data", shapes, "--bs", 4, "--epochs", 10, "--dry-run")
     text = cli("train", *options, "--lr", 1e-3, "--device", "cpu").out
-    for word in ("cpu", "ball", "ring", "resnet34", "0.001", "0.000125"):
+    for word in ("cpu", "ball", "ring", "resnet34", "0.001", "0.00012625"):
         assert word in text
     plan = json.loads(cli("train", *options, "--json").out)
     assert set(plan) == {

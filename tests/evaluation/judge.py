@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,25 @@ def matched(
             scoring.params.imgIds = image_ids.tolist()
         scoring.evaluate()
     return scoring
+
+
+def f1_of(scoring: Any, category_id: int) -> Callable[[float], float | None]:
+    """Return a class's F1 at IoU 0.5 of detections above a score; None without objects."""
+    found = [
+        entry for entry in scoring.evalImgs
+        if entry and (entry["category_id"], entry["aRng"]) == (category_id, [0, 1e10])
+    ]  # fmt: skip
+    count = sum(int((~np.array(entry["gtIgnore"], bool)).sum()) for entry in found)
+    columns = [(e["dtScores"], e["dtMatches"][0] > 0, e["dtIgnore"][0] > 0) for e in found]
+
+    def f1(limit: float) -> float | None:
+        right = seen = 0
+        for scores, is_match, is_ignored in columns:
+            is_counted = (np.array(scores) > limit) & ~is_ignored
+            right, seen = right + int((is_match & is_counted).sum()), seen + int(is_counted.sum())
+        return 2 * right / (seen + count) if count else None
+
+    return f1
 
 
 def image_counts(document: dict[str, Any], found: Detections) -> dict[int, tuple[int, int]]:

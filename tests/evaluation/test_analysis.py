@@ -17,7 +17,6 @@ from ssdctl.evaluation.analysis import (
     best_threshold,
     choose_samples,
     diagnosis,
-    f1_curve,
     score,
 )
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
@@ -142,17 +141,30 @@ def test_f1_over_the_threshold(tmp_path: Path) -> None:
     """Two of four objects are found with 0.8, then one false detection and the others follow."""
     far = [200.0, 200.0, 50.0, 50.0]
     scores = (0.8, 0.8, 0.4, 0.4)
-    rows = [(n, 2, BOX, s) for n, s in enumerate(scores)] + [(0, 2, far, 0.6), (1, 2, far, 0.5)]
+    rows = [(n, 2, BOX, s) for n, s in enumerate(scores)] + [(0, 2, far, 0.6), (1, 2, far, 0.4)]
+    rows.append((2, 2, far, 0.1))
     result = evaluation(tmp_path, rows)
     cat, dog = result.per_class
-    curve = f1_curve(cat)
-    assert f1_curve(dog) == []
-    assert len(curve) == 101
-    assert [curve[n] for n in (81, 100)] == [0, 0]
-    assert curve[80] == curve[41] == pytest.approx(2 * 0.5 / 1.5, abs=1e-4)
-    assert curve[40] == curve[0] == pytest.approx(2 * 4 / 6 / (1 + 4 / 6), abs=1e-4)
-    assert best_threshold(result) == (0.2, curve[0])
+    assert (len(cat.f1), dog.f1) == (101, [])
+    expected = {0: 8 / 11, 10: 8 / 10, 39: 8 / 10, 40: 4 / 7, 59: 4 / 7, 60: 4 / 6, 79: 4 / 6}
+    assert {n: cat.f1[n] for n in expected} == pytest.approx(expected, abs=1e-4)
+    assert cat.f1[80] == cat.f1[100] == 0
+    assert best_threshold(result) == (0.25, 0.8)
     assert best_threshold(evaluation(tmp_path, RIGHT)) == (0.45, 1.0)
+    logits = evaluation(tmp_path, [(*row[:3], row[3] - 3) for row in rows]).per_class[0]
+    assert (logits.best_f1, logits.best_score, logits.f1) == (0.8, pytest.approx(-2.6), [])
+
+
+def test_a_confusion_matrix_has_all_detections(tmp_path: Path) -> None:
+    boxes = [[25.0 * x, 25.0 * y, 20, 20] for x in range(11) for y in range(11)]
+    labels = [2, 7] * 61
+    objects = [
+        {"image_id": 0, "category_id": c, "bbox": b} for c, b in zip(labels, boxes, strict=False)
+    ]
+    found: list[Row] = [(0, o["category_id"], o["bbox"], 0.9) for o in objects]  # type: ignore[misc]
+    truth = read_truth(write_annotations(tmp_path, objects, {2: "cat", 7: "dog"}))
+    about = EvaluationInfo(source="x.json", data=".", store=".", split="val")
+    assert score(truth, detections(found), about).confusion == [[61, 0, 0], [0, 60, 0], [0, 0, 0]]
 
 
 def test_the_worst_images_are_pycocotools() -> None:

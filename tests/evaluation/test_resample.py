@@ -13,6 +13,7 @@ from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.coco_json import document_of
 from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
+from ssdctl.evaluation.matches import match_objects
 from ssdctl.evaluation.resample import METRICS, SEED, Draws, differences, intervals, resample
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 
@@ -21,7 +22,8 @@ SIDE = 300
 
 def test_a_draw_counts_an_image_as_often_as_it_is_drawn() -> None:
     truth, found = make_split(60, 600, 4000)
-    draws = resample(run_scoring(truth, found), num_draws=3)
+    scoring = run_scoring(truth, found)
+    draws = resample(scoring, match_objects(scoring), num_draws=3)
     rng = np.random.default_rng(SEED)
     for values in draws.values:
         drawn = np.sort(rng.integers(0, 60, 60))
@@ -95,7 +97,8 @@ def coverage(num_sets: int) -> Covered:
     results = []
     for seed in range(num_sets):
         truth, found = drawn_split(seed)
-        a, b = (resample(run_scoring(truth, f), num_draws=200, seed=seed) for f in found)
+        scorings = [run_scoring(truth, f) for f in found]
+        a, b = (resample(s, match_objects(s), num_draws=200, seed=seed) for s in scorings)
         results.append((a, b, intervals(a), intervals(b), differences(a, b)))
     covered = {}
     for row in range(3):
@@ -141,6 +144,24 @@ def test_too_few_images_show_no_difference_and_more_are_named() -> None:
         f"no difference can be shown with 12 images; about {few.images_needed:,} would be needed"
     )
     assert enough.better == "b"
+
+
+def test_only_images_with_objects_count(tmp_path: Path) -> None:
+    """Of 100 images 2 or 4 have an object; 99 have one of another size."""
+    about = EvaluationInfo(source="x.json", data=".", store=".", split="val")
+    truth, _ = drawn_split(0, 100)
+    for count, has_interval in ((2, False), (4, True)):
+        rows = np.arange(count, dtype=np.int32)
+        one = truth.with_objects(np.isin(np.arange(len(truth.ids)), rows))
+        one = one._replace(rows=rows, labels=np.ones(count, np.int32))
+        found = Detections(one.object_image_ids, one.boxes, np.ones(count), np.ones(count, int))
+        none = Detections(*(column[:0] for column in found))
+        a, b = (score_and_resample(one, part, about) for part in (none, found))
+        assert bool(b[0].intervals) == has_interval
+        low = 0.025 ** (1 / count)
+        assert not has_interval or b[0].intervals["AP"] == (round(low, 4), 1)
+        assert compare(a, b).better is None
+        assert (compare(a, b).images_needed or 99) > count
 
 
 def test_the_better_detector_is_named(cli: Cli) -> None:

@@ -56,7 +56,7 @@ def test_the_rule_for_few_images_uses_the_measured_batch() -> None:
     plan = plan_of(auto, FEW, largest_batch=512)
     assert plan == plan_of(settings(train__batch_size=512), FEW)
     assert plan.batch_size == plan.config.train.batch_size == 512
-    assert plan.peak_lr == pytest.approx(2e-3)
+    assert plan.base_lr == pytest.approx(2e-3)
     with pytest.raises(UsageError, match="--bs auto"):
         plan_of(auto, FEW, device=DEVICE_TYPES["cuda"])
 
@@ -166,10 +166,10 @@ def test_few_images_get_enough_steps(images: int, total: int, warmup: int) -> No
     plan, tuned = plan_of(train_settings(), images), plan_of(train_settings(init="x.pt"), images)
     assert (plan.total_steps, plan.warmup_steps) == (total, warmup)
     assert (plan.global_batch_size, len(plan.evaluations_after(0))) == (8, 10)
-    assert plan.peak_lr == pytest.approx(1.4e-3)
+    assert plan.base_lr == pytest.approx(1.4e-3)
     assert plan.lr(total) < 0.02 * plan.peak_lr  # the cosine ends with the run
     assert tuned.total_steps == max(3000, 10 * images) // 8
-    assert tuned.peak_lr < 0.8 * plan.peak_lr
+    assert tuned.base_lr < 0.8 * plan.base_lr
 
 
 @pytest.mark.parametrize(("world_size", "is_frozen"), [(1, False), (2, True)])

@@ -86,7 +86,7 @@ class MLLog(Observer):
         shared = start.world_size if config.sync_bn else 1
         self._point("model_bn_span", plan.batch_size * shared)
         self._point("opt_name", config.optimizer)
-        self._point("opt_base_learning_rate", plan.peak_lr)
+        self._point("opt_base_learning_rate", plan.base_lr)
         self._point("opt_weight_decay", config.weight_decay)
         self._point("opt_learning_rate_warmup_steps", plan.warmup_steps)
         self._point("opt_learning_rate_warmup_factor", 0)  # the warm-up starts at 0
