@@ -117,6 +117,7 @@ class Annotations(NamedTuple):
     upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
     unsized: Collection[str] = ()  # file names of images whose size is the file's, not given
     without_image: Collection[str] = ()  # labels, if the format lists only images that are there
+    contents: NDArray[np.uint64] | None = None  # N: see `index.image_contents`; of an index only
 
     @property
     def object_image_ids(self) -> NDArray[np.int64]:
@@ -141,6 +142,7 @@ class Annotations(NamedTuple):
             image_ids=self.image_ids[is_kept],
             file_names=list(itertools.compress(self.file_names, is_kept)),
             sizes=self.sizes[is_kept],
+            contents=None if self.contents is None else self.contents[is_kept],
             rows=(np.cumsum(is_kept) - 1).astype(np.int32)[kept.rows],
             findings=[f for f in self.findings if f.image_id in ids],
         )

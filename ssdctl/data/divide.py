@@ -21,6 +21,7 @@ from ssdctl.runtime.safe_text import counted
 # Names that differ only in a counter, or are augmented copies of one image by Roboflow.
 SERIES = (r"(.*)\.rf\.[0-9a-f]+\.\w+$", r"(.*?)[-_ .]*\d+\.\w+$")
 ROBOFLOW = re.compile(r"\.rf\.\w+(?=\.\w+$)")  # another one in every export
+MAX_STATES = 500  # that are remembered
 MAX_PARTS = 3  # of a path that are compared if the image is not where it was
 MIN_SERIES = 3  # fewer cannot be divided well
 NOTHING_KNOWN: Mapping[str, bool] = MappingProxyType({})
@@ -30,9 +31,9 @@ MIN_SHARE = 0.5  # of the images; fewer are taken for chance
 class Division(NamedTuple):
     """How --split divided the images of a dataset; paths are in form NFC."""
 
-    key: str | None = None  # it stays the same as long as no image moves; None: not divided
+    states: tuple[str, ...] = ()  # hashes of all sides, the last one first, since an image moved
     sides: Mapping[str, bool] = NOTHING_KNOWN  # path of each image ever divided: trained on?
-    gone: Collection[str] = ()  # paths of those that were renamed, or gone when the key was made
+    gone: Collection[str] = ()  # paths of those that were renamed, or gone when an image moved
     options: tuple[float, str | None] | None = None  # --split and --group that made the sides
 
 
@@ -49,9 +50,9 @@ def divided(
     """Divide a split: `share` of the images to train on, the others to validate.
 
     Images that were divided before stay where they are, see `sides_of`. Of the others, only the
-    path below the dataset folder decides: the same files are divided the same way everywhere. Paths
-    with the same match of the regular expression `group` (or of its first group that matches) stay
-    together, and the share is approximate.
+    path below the dataset folder decides: the first time, the same files are divided the same way
+    everywhere. Paths with the same match of the regular expression `group` (or of its first group
+    that matches) stay together, and the share is approximate.
 
     Args:
         folder: The folder of the file names, relative to the dataset folder.
@@ -117,7 +118,8 @@ def _by_end(paths: Iterable[str], num_parts: int) -> dict[str, list[str]]:
 def next_division(last: Division, now: Mapping[str, bool]) -> tuple[Division, int]:
     """Return a division after the last one, and how many images moved, or may have.
 
-    A new image may have moved if one that is gone since the key was made was on the other side.
+    A new image may have moved if one that is gone since an image moved was on the other side. The
+    training images of each state are not validated on in later ones.
 
     Args:
         now: Whether an image, by its path, is one to train on.
@@ -128,13 +130,15 @@ def next_division(last: Division, now: Mapping[str, bool]) -> tuple[Division, in
     sides = {**last.sides, **before}
     num_moved = sum(sides.get(path, is_train) != is_train for path, is_train in now.items())
     num_moved += min(old[True], new[False]) + min(old[False], new[True])
-    key = last.key
-    if num_moved or key is None:
-        held = sorted(path for path, is_train in now.items() if not is_train)
-        text = "\0".join([*([key] if key else []), *held])  # no earlier key is used again
-        key, lost = hashlib.sha256(os.fsencode(text)).hexdigest()[:12], set()
+    text = "\0".join(f"{path} {is_train}" for path, is_train in sorted(now.items()))
+    states = [hashlib.sha256(os.fsencode(text)).hexdigest()[:12]]
+    if num_moved or not last.states:
+        lost = set()
+    else:
+        states += [state for state in last.states if state not in states]
     sides |= now
-    return last._replace(key=key, sides=sides, gone=sides.keys() - now.keys() - lost), num_moved
+    gone = sides.keys() - now.keys() - lost
+    return last._replace(states=tuple(states[:MAX_STATES]), sides=sides, gone=gone), num_moved
 
 
 def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:

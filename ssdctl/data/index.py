@@ -81,7 +81,7 @@ class Made(msgspec.Struct, frozen=True):
     splits: list[str]
     version: str  # ssdctl's
     root: str  # the dataset, an absolute path
-    division: str | None = None  # the key of a `Division`
+    divisions: tuple[str, ...] = ()  # the states of a `Division`; none: not divided by --split
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +179,7 @@ def is_complete(file: Path) -> bool:
 def read_annotations(index: Path) -> Annotations:
     """Return the annotations of an index: every object that has a box, image by image."""
     metadata = require_metadata(index)
-    table = read_table(index, TRUTH_COLUMNS)
+    table = read_table(index, {**TRUTH_COLUMNS, **FINGERPRINT_COLUMNS})
     starts, objects = read_objects(table, len(metadata.classes), index)
     return Annotations(
         folder=Path(metadata.images),
@@ -195,6 +195,7 @@ def read_annotations(index: Path) -> Annotations:
         areas=objects["areas"],
         is_crowd=objects["is_crowd"],
         upright=bool(metadata.upright),
+        contents=_contents_of(table),
     )
 
 
@@ -236,8 +237,11 @@ def read_images(folder: Path, split: str, at_most: int | None = None) -> Indexed
 
 def image_contents(index: Path) -> NDArray[np.uint64]:
     """Return a hash of 48 bits of each image file's size and checksum, (N,)."""
-    of_contents = fingerprints_of(read_table(index, FINGERPRINT_COLUMNS)).of_contents()
-    return of_contents.astype(np.uint64) * SPREAD >> np.uint64(16)
+    return _contents_of(read_table(index, FINGERPRINT_COLUMNS))
+
+
+def _contents_of(table: Any) -> NDArray[np.uint64]:
+    return fingerprints_of(table).of_contents().astype(np.uint64) * SPREAD >> np.uint64(16)
 
 
 def fingerprints_of(table: Any) -> FingerprintColumns:

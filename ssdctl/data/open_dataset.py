@@ -140,7 +140,7 @@ def _errors_of_last_time(root: Path, folder: Path, remembered: Conversion) -> It
         option = str(error).split()[0].rstrip(":")
         if f"{option} " not in str(remembered):
             raise
-        other = prepare_command(root, folder, option, "...")
+        other = again_command(root, folder, option, "...")
         hint = f"{other} replaces it; remove {folder} to forget it"
         raise DataError(
             f"{error} (remembered from the last prepare)",

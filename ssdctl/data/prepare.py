@@ -177,7 +177,7 @@ class _Dataset(NamedTuple):
     conversion: Conversion
     splits: dict[str, Resolved]
     sources: Sources
-    division: str | None
+    divisions: tuple[str, ...]
 
 
 class _Store(NamedTuple):
@@ -221,8 +221,8 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_optional: bool
     hashes = np.array(contents, np.int64)
     sources = Sources(files, num_bytes, modified_ns, hashes, unlisted, division)
     note_unlisted(root, resolved, unlisted)
-    key = None if conversion.split is None else division.key
-    return _Dataset(name, conversion, resolved, sources, key)
+    states = () if conversion.split is None else division.states
+    return _Dataset(name, conversion, resolved, sources, states)
 
 
 def _write(store: _Store, dataset: _Dataset) -> Outcome:
@@ -251,7 +251,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         splits,
         __version__,
         os.path.realpath(store.root),
-        dataset.division,
+        dataset.divisions,
     )
     with contextlib.ExitStack() as published:  # together, as late as possible
         for split in reversed(splits):

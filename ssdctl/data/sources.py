@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ssdctl.data import TOML, cached_store, index, is_refused, is_writable, usual_store
 from ssdctl.data.annotations import Resolved, root_folder
 from ssdctl.data.divide import Division
-from ssdctl.data.formats import built_in, coco, recognized, yolo
+from ssdctl.data.formats import built_in, coco, load, recognized, yolo
 from ssdctl.data.image_files import (
     dataset_folder,
     file_sizes,
@@ -82,8 +82,7 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
         if (root / TOML).is_file():
             paths.append(root / TOML)
         return sorted(os.path.relpath(path.absolute(), folder) for path in paths)
-    base = dataset_folder(root).absolute()  # as the readers
-    files = _without_runs(files_below(base), os.path.relpath(store.absolute(), base))
+    base, files = _files_of(root, store)
     suffixes = (".json",) if format_name.endswith("-json") else LABEL_SUFFIXES
     if format_name not in built_in():  # a plugin may read any file
         others = [name for name in files if not is_image(PurePosixPath(name))]
@@ -92,6 +91,29 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
     else:
         labels = [name for name in files if name.lower().endswith(suffixes) or name == TOML]
     return sorted(os.path.relpath(base / name, folder) for name in labels)
+
+
+def _files_of(root: Path, store: Path) -> tuple[Path, list[str]]:
+    base = dataset_folder(root).absolute()  # as the readers
+    return base, _without_runs(files_below(base), os.path.relpath(store.absolute(), base))
+
+
+def _other_formats(root: Path, store: Path, made: index.Made, names: Sequence[str]) -> list[str]:
+    """Return messages on formats that would be recognized, too: `find` chooses or refuses them.
+
+    Args:
+        names: The label files of the store's format.
+    """
+    if made.conversion.source is not None or not root.is_dir() or (root / TOML).is_file():
+        return []
+    if "train" in coco.own_splits(root):  # whatever else is there
+        formats = ["coco"]
+    else:
+        suffixes = (".json", *LABEL_SUFFIXES)
+        others = {name for name in _files_of(root, store)[1] if name.lower().endswith(suffixes)}
+        is_needed = not others <= {*names}
+        formats = [name for name in built_in() if is_needed and load(name).recognize(root)]
+    return [f"labels of the format {name} are new" for name in formats if name != made.format]
 
 
 def _without_runs(names: Iterator[str], store: str) -> list[str]:
@@ -188,7 +210,7 @@ def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[
 def write_sources(store: Path, sources: Sources) -> str:
     """Write the table to a store, and return the file's name, which depends on the content."""
     kind_of = {side: kind for kind, side in SIDES.items()}
-    key, sides, gone, options = sources.division
+    states, sides, gone, options = sources.division
     divided = [kind_of[is_train, path in gone] for path, is_train in sides.items()]
     kinds = np.array([UNLISTED_IMAGE] * len(sources.unlisted) + divided, np.int64)
     values = [
@@ -196,7 +218,7 @@ def write_sources(store: Path, sources: Sources) -> str:
         *(np.concatenate([column, kinds]) for column in sources[1:4]),
     ]
     arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
-    metadata = {"division": msgspec.json.encode((key, options))} if key else None
+    metadata = {"division": msgspec.json.encode((states, options))} if states else None
     table = pa.table(arrays, schema=pa.schema(COLUMNS.items(), metadata=metadata))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
@@ -215,15 +237,15 @@ def read_sources(path: Path) -> Sources:
     kinds = [*zip(names, num_bytes.tolist(), strict=True)]
     unlisted = [name for name, kind in kinds if kind == UNLISTED_IMAGE]
     sides = {name: SIDES[kind] for name, kind in kinds if kind in SIDES}
-    key = options = None
+    states, options = (), None
     if encoded := (table.schema.metadata or {}).get(b"division"):
         try:
-            kind = msgspec_type(tuple[str, tuple[float, str | None]])
-            key, options = msgspec.json.decode(encoded, type=kind)
+            kind = msgspec_type(tuple[tuple[str, ...], tuple[float, str | None]])
+            states, options = msgspec.json.decode(encoded, type=kind)
         except DECODE_ERRORS as error:
             raise index.damaged(path, error) from None
     division = Division(
-        key,
+        states,
         options=options,
         sides={name: is_train for name, (is_train, _) in sides.items()},
         gone={name for name, (_, is_gone) in sides.items() if is_gone},
@@ -235,10 +257,21 @@ def read_sources(path: Path) -> Sources:
 
 def last_store(root: Path, store: Path) -> Path:
     """Return the store that has the options of the last `prepare`: this one, else the dataset's."""
-    usual = usual_store(root)
-    stores = [usual, cached_store(root)] if is_writable(usual) else [cached_store(root), usual]
-    known = (path for path in (store, *stores) if path == store or not is_refused(path))
+    usual, cached = usual_store(root), cached_store(root)
+    stores = [usual, cached]
+    if not is_writable(usual):  # its owner may have prepared it again
+        stores.sort(key=_written_at, reverse=True)
+    if store not in stores or is_writable(usual):
+        stores.insert(0, store)
+    known = (path for path in stores if path == store or not is_refused(path))
     return next((path for path in known if index.last_made(path) is not None), store)
+
+
+def _written_at(store: Path) -> float:
+    try:
+        return max((path.stat().st_mtime for path in store.glob("index-*.arrow")), default=0)
+    except OSError:
+        return 0
 
 
 def other_dataset(root: Path, store: Path) -> Path | None:
@@ -309,6 +342,7 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
         if not names and not any(recognized(root)):
             return []
         found = _changed_labels(folder, recorded, names)
+        found += _other_formats(root, store, made, names)
         images = _listed_images(root, store, made)
         unlisted = unlisted_images(root, images, store, made.format)
     except SsdctlError as error:  # reported when they are read again

@@ -73,7 +73,7 @@ class Split(NamedTuple):
     is_raw: bool = False  # whether the images are decoded pixels
     shrink: int | None = None  # the shorter side of larger images in pixels
     upright: bool = False  # whether images of the annotated size are turned by their EXIF data
-    division: str | None = None  # the key of --split's division, see `index.Made`
+    divisions: Sequence[str] = ()  # states of --split's division, see `Division`
     warnings: Sequence[str] = ()  # for the user, on measuring with this split
     tiles: Tiles | None = None  # the last rows are tiles of the images: see `tiled`
 
@@ -349,6 +349,6 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         is_raw=metadata.packed and metadata.encoding == "raw",
         shrink=metadata.shrink,
         upright=bool(metadata.upright),
-        division=metadata.made.division,
+        divisions=metadata.made.divisions,
         warnings=duplicate_warnings(split, len(sizes), metadata.duplicates),
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.data import TOML, prepare_command
+from ssdctl.data import TOML
 from ssdctl.data.annotations import SPLITS
 from ssdctl.data.dataset import find
-from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
+from ssdctl.data.index import Made, Metadata, again_command, index_path, read_made, read_metadata
 from ssdctl.data.sources import changes
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
@@ -84,7 +84,7 @@ def _dataset(root: Path, made: Made | None, metadata: list[Metadata], *, is_chan
 def _store(
     root: Path, folder: Path, made: Made | None, metadata: list[Metadata], changed: list[str]
 ) -> Check:
-    again = prepare_command(root, folder)
+    again = again_command(root, folder)
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
         state = "incomplete, unreadable, or of another version" if has_index else "not prepared"

@@ -405,7 +405,8 @@ def _sample(
         SampleBox(int(category_ids[n]), _box(truth.boxes[n]), is_crowd=bool(truth.is_crowd[n]))
         for n in np.flatnonzero(truth.rows == row)
     ]
-    return SampleImage(image_id, truth.file_names[row], objects, found, is_worst)
+    content = "" if truth.contents is None else f"{truth.contents[row]:012x}"
+    return SampleImage(image_id, truth.file_names[row], objects, found, is_worst, content)
 
 
 def _box(values: NDArray[np.float64]) -> Box:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
-from ssdctl.data import prepare_command
 from ssdctl.data.annotations import (
     MAX_NAMED,
     Annotations,
@@ -26,7 +25,7 @@ from ssdctl.data.annotations import (
     match_classes,
 )
 from ssdctl.data.coco_json import UNUSED
-from ssdctl.data.index import image_contents, read_made
+from ssdctl.data.index import again_command, image_contents, read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
@@ -62,7 +61,7 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"{prepare_command(root, folder)}, or name another one: --data DIR",
+                hint=f"{again_command(root, folder)}, or name another one: --data DIR",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"
@@ -194,7 +193,10 @@ def _was_divided_anew(
 ) -> bool:
     """Return whether the dataset is divided in another way than when the run began."""
     settings = checkpoint.run_settings or {}
-    now: dict[str, object] = {"division": split.division}
+    known = split.divisions or (None,)
+    if any(record.get("division", known[0]) not in known for record in records):
+        return True
+    now: dict[str, object] = {}
     if held is not None:
         train = split
         if (fold := settings.get("train.fold")) is not None:
@@ -205,7 +207,7 @@ def _was_divided_anew(
             train = without_images(split, rows)
         if np.isin(train.trainable, held).any():  # another fold, or none
             return True
-        now |= _images_now(settings, train)
+        now = _images_now(settings, train)
     return any(record.get(key, value) != value for record in records for key, value in now.items())
 
 

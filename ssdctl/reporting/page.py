@@ -21,6 +21,7 @@ from ssdctl.config.render import toml_value
 from ssdctl.data.dataset import require_split
 from ssdctl.data.drawing import class_color, ink_on, one_line
 from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.index import image_contents
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import open_split
@@ -331,12 +332,15 @@ def _reader(evaluation: Evaluation) -> Reader:
     root, store = Path(about.data), Path(about.store)
     annotations = require_split(annotations_with_images(root, store), about.split, root)
     split = open_split(root, store, about.split) if is_prepared(root, store) else None
+    contents = None if split is None else image_contents(split.index_file)
     rows = {name: row for row, name in enumerate(annotations.file_names)}  # ids may be renumbered
 
     def read(sample: SampleImage) -> tuple[Pixels, int]:
         row = rows.get(sample.file_name)
         if row is None:
             raise DataError("it is no longer in the dataset")
+        if sample.content and contents is not None and f"{contents[row]:012x}" != sample.content:
+            raise DataError("its file was replaced since it was scored")
         if split is not None:
             return split.decode(row), int(split.sizes[row][0])
         width, height = annotations.sizes[row].tolist()

@@ -118,6 +118,7 @@ class SampleImage(msgspec.Struct, frozen=True):
     truth: list[SampleBox]
     found: list[SampleBox]
     is_worst: bool = False  # chosen for its errors, else at random
+    content: str = ""  # a hash of the image file; empty: unknown
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,5 +173,5 @@ def _images_of(start: Start) -> Record:
         "shrink": train.shrink or "off",
         "image_ids": train.training_digest(),
         "labels": train.labels_digest(),
-        "division": train.division,
+        "division": train.divisions[0] if train.divisions else None,
     }
