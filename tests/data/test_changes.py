@@ -1,6 +1,7 @@
 """Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
 
 import io
+import itertools
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from data.formats import exports
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
+from ssdctl.data import cached_store, usual_store
+from ssdctl.data.dataset import find
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.data.sources import is_prepared
+from ssdctl.data.sources import is_prepared, last_store
 from ssdctl.errors import DataError
 
 INDEX_ONLY = PrepareConfig(pack=False)
@@ -33,6 +36,35 @@ def test_new_images_or_toml_are_noticed(tmp_path: Path, caplog: pytest.LogCaptur
     (root / "dataset.toml").write_text(table)
     with pytest.raises(DataError, match=r"mine\.json"):
         open_dataset(root, store)
+
+
+def test_labels_of_another_format_are_noticed(tmp_path: Path) -> None:
+    """The oracle is what a dataset of the same files is that was never prepared."""
+    layouts = ("yolo: roboflow", "voc: folders", "via-json", "createml-json", "coco: roboflow")
+    for first, second in itertools.permutations(layouts, 2):
+        folder = tmp_path / f"{first} {second}"
+        root, store = exports.generated(folder / "a", first, 1), folder / "store"
+        prepare(root, store, INDEX_ONLY)
+        before = find(root)[0]
+        ignore = shutil.ignore_patterns("*.jpg", "*.png")
+        other = exports.generated(folder / "b", second, 1)
+        shutil.copytree(other, root, dirs_exist_ok=True, ignore=ignore)
+        try:
+            is_same = find(root)[0] == before
+        except DataError:
+            is_same = False
+        assert is_same or not is_prepared(root, store), (first, second)
+
+
+def test_the_newer_store_of_a_read_only_dataset_has_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = exports.roboflow_yolo(tmp_path / "data")
+    stores = usual_store(root), cached_store(root)
+    monkeypatch.setattr("ssdctl.data.sources.is_writable", lambda folder: folder != stores[0])
+    for newer in (*stores, *stores):
+        prepare(root, newer, INDEX_ONLY, force=True)
+        assert last_store(root, stores[1]) == newer
 
 
 def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from reporting.test_damaged_runs import evaluated, report, script_data
 import ssdctl
 from ssdctl.errors import UsageError
 from ssdctl.evaluation.analysis import best_threshold
+from ssdctl.reporting.page import write_evaluation_report
+from ssdctl.runs.evaluation import read_evaluation
 from ssdctl.runs.run import Run
 
 
@@ -230,3 +232,8 @@ def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
     (image,) = script_data(Path("out/report.html").read_text())["runs"][0]["images"]
     assert image["truth"] == [[0, 100, 80, 300, 240, 0]]  # 400 pixels wide in the page
     assert image["detections"] == [[0, 100, 80, 300, 240, 0.5]]
+    (file,) = data.glob("val2017/*")
+    file.write_bytes(file.read_bytes() + b"another")  # under the same name
+    cli("prepare", "--data", data, "--shrink", 320, "--allow-dropped").expect(0)
+    page = write_evaluation_report(read_evaluation(Path("out/evaluation.json")), Path("out"))
+    assert script_data(page.read_text())["runs"][0]["images"] == []
