@@ -210,7 +210,7 @@ def _predict(
                 writer.add(found.item, result)
             images, objects = images + 1, objects + len(result)
             records += _record(call, found, result)
-    except (KeyboardInterrupt, SsdctlError) as error:
+    except (KeyboardInterrupt, BrokenPipeError, SsdctlError) as error:
         if not images:
             raise
         interrupt = error  # after the results until here are written
@@ -342,7 +342,7 @@ def _predict_videos(
             except DataError as error:
                 call.console.warning(str(error))
                 failures.append((printable_line(name), error))
-            except (KeyboardInterrupt, SsdctlError) as error:
+            except (KeyboardInterrupt, BrokenPipeError, SsdctlError) as error:
                 failure = error
                 break
         if failures and failure is None:
@@ -371,7 +371,7 @@ def _predict_video(
 
     settings = call.config.predict
     count, written = 0, ""
-    failure: DataError | KeyboardInterrupt | None = None
+    failure: DataError | KeyboardInterrupt | BrokenPipeError | None = None
     with contextlib.ExitStack() as stack:
         video, writer = stack.enter_context(open_video(name)), None
         if target is not None:
@@ -384,7 +384,7 @@ def _predict_video(
                     writer.add(frame, found)
                 count += 1
                 _print_frame(call, name, frame, found, lines)
-        except (DataError, KeyboardInterrupt) as error:
+        except (DataError, KeyboardInterrupt, BrokenPipeError) as error:
             failure = error
         if failure is not None and not count:
             raise failure  # nothing is written

@@ -90,6 +90,7 @@ NOT_READ = {
         "convert it with DOTA2COCO.py of DOTA_devkit; its boxes become upright",
     ),
 }
+OF_SPLITS = ("images", "labels")  # folders of folders of splits
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
 S = TypeVar("S")
 log = logging.getLogger(__name__)
@@ -128,16 +129,43 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     if not found:
         raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
     described = [_describe(path, name, by) for name, _, by in found]
+    others = _datasets_beside(path, *found[0][::2]) if len(found) == 1 else []
     name, module, by = found[0]
-    if len(found) > 1:
+    if len(found) > 1 or others:
         names = " or --from ".join(format_name for format_name, _, _ in found)
+        folders = [f" or --data {quoted_folder(folder)}" for _, folder in others]
+        described += [f"{format_name} ({folder})" for format_name, folder in others]
         raise DataError(
             f"{path}: contains several datasets: {', '.join(described)}",
-            hint=f"choose one: ssdctl prepare --data {quoted(path)} --from {names}",
+            hint=f"choose one: ssdctl prepare --data {quoted(path)} --from {names}"
+            + "".join(folders),
         )
     if by != path:
         log.info("%s: detected %s", path, described[0])
     return name, module
+
+
+def _datasets_beside(path: Path, name: str, by: Path | bool) -> list[tuple[str, Path]]:
+    """Return datasets of other formats beside the folder of a dataset below `path`.
+
+    Some formats are recognized in any folder below, others only where the dataset is.
+    """
+    if not (isinstance(by, Path) and path.is_dir() and by.is_relative_to(path)) or _is_in(path, by):
+        return []
+    own = path / by.relative_to(path).parts[0]
+    found = list[tuple[str, Path]]()
+    for folder in [folder for folder in _folders_in(path)[:MAX_FOLDERS] if folder != own]:
+        with contextlib.suppress(DataError):
+            found += [(other, folder) for other, *_ in recognized(folder) if other != name]
+    return found
+
+
+def _is_in(folder: Path, by: Path | bool) -> bool:
+    """Return whether labels are in a folder itself, or in one of it with a usual name."""
+    labels = by if isinstance(by, Path) else folder
+    labels = labels.parent if labels.is_file() else labels
+    is_usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
+    return labels == folder or (labels.parent == folder and is_usual)
 
 
 def _refuse_format_beside_toml(root: Path, name: str | None) -> None:
@@ -443,12 +471,7 @@ def has_usual_labels(folder: Path) -> bool:
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):
-        for _, _, by in recognized(folder):
-            labels = by if isinstance(by, Path) else folder
-            labels = labels.parent if labels.is_file() else labels
-            usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
-            if labels == folder or (labels.parent == folder and usual):
-                return True
+        return any(_is_in(folder, by) for _, _, by in recognized(folder))
     return False
 
 
@@ -475,7 +498,10 @@ def _no_dataset(path: Path) -> DataError:
     counts = Counter(kinds).most_common(MAX_NAMED)
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
-    if _has_labels(above) or _has_labels_of(path, above, files):
+    is_part = above.name.lower() in OF_SPLITS  # images/train
+    if is_part and not _has_labels(above) and has_usual_labels(above.parent):
+        hint = f"did you mean the dataset's folder, --data {quoted_folder(above.parent)}?"
+    elif _has_labels(above) or _has_labels_of(path, above, files):
         if not any(recognized(above)) and any(recognized(above.parent)):  # of train/images
             above = above.parent
         hint = f"did you mean the dataset's folder, --data {quoted_folder(above)}?"

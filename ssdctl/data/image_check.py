@@ -47,6 +47,7 @@ from ssdctl.data.image_decode import (
     read_header,
 )
 from ssdctl.data.image_files import (
+    ANNOTATION_FOLDERS,
     SKETCH_BYTES,
     FingerprintColumns,
     changed_images,
@@ -56,6 +57,7 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, msgspec_type, read_errors
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import quoted_folder
 from ssdctl.runtime.system import map_ahead, thread_pool, usable_cores
 
 log = logging.getLogger(__name__)
@@ -270,10 +272,14 @@ def require_image_files(images: Annotations, split: str, sizes: list[int | None]
     require_image_folder(images.folder, split, images.origin)
     missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
+        hint = f"copy them there, or remove them from {images.origin}"
+        if len(missing) == len(sizes) and images.folder.name in ANNOTATION_FOLDERS:
+            above = quoted_folder(images.folder.parent)
+            hint = f"did you mean the folder above, --data {above}? Otherwise {hint}"
         raise DataError(
             f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"copy them there, or remove them from {images.origin}",
+            hint=hint,
         )
 
 

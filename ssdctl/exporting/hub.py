@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +24,8 @@ from ssdctl._version import __version__
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.checkpoint.exported import describe_network
 from ssdctl.checkpoint.format import Checkpoint, NetworkWeights
+from ssdctl.config.render import toml_value
+from ssdctl.config.resolve import preset_overrides
 from ssdctl.data.drawing import one_line
 from ssdctl.data.image_files import files_below
 from ssdctl.data.store_folder import dataset_folders
@@ -51,7 +53,7 @@ from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.folder import data_name, run_of
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import listed, open_template, redact_url
+from ssdctl.runtime.safe_text import counted, listed, open_template, redact_url
 
 MAX_CLASSES = 100  # in the card
 MAX_TRIED = 50  # images of the dataset in which detections are looked for
@@ -130,7 +132,8 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
     settings, (metrics, class_ap) = checkpoint.run_settings or {}, _metrics(checkpoint)
     images = checkpoint.images if isinstance(checkpoint, Checkpoint) else None
     training = {
-        "preset": settings.get("train.preset"),
+        "recipe": _recipe(settings),
+        "initial weights": _without_folders(settings.get("train.init")),
         "step": checkpoint.step,
         "epoch": round(checkpoint.epoch, 2),
         "batch size per device": settings.get("train.batch_size"),
@@ -154,6 +157,19 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
         training=settings and ", ".join(f"{k} {v}" for k, v in training.items() if v is not None),
         **facts,
     )
+
+
+def _without_folders(init: str | None) -> str | None:
+    return init if init is None or init.startswith("hf://") else Path(init).name
+
+
+def _recipe(settings: Mapping[str, Any]) -> str | None:
+    """Return the preset, and how many of its values a rule or the user changed."""
+    if not (preset := settings.get("train.preset")):
+        return None
+    values = {o.path: o.value for o in preset_overrides(preset)}
+    changed = [p for p, v in values.items() if toml_value(settings.get(p, v)) != toml_value(v)]
+    return f"preset {preset}" + f" with {counted(len(changed), 'other value')}" * bool(changed)
 
 
 def _plain(text: str) -> str:

@@ -68,13 +68,20 @@ class ImageSource(NamedTuple):
             raise DataError(f"{self.label}: a video, not an image; {SEPARATELY}")
         if self.url:
             content = fetch_image(self.url, canceled)
-        elif self.path.is_fifo():
+        elif _is_pipe(self.path):
             content = self.path.read_bytes()
         else:
             return self.path
         file = io.BytesIO(content)
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
+
+
+def _is_pipe(path: Path) -> bool:
+    try:
+        return path.is_fifo()
+    except OSError:  # such as a name that is too long: the error of reading it says so
+        return False
 
 
 def source_of(name: str | os.PathLike[str]) -> ImageSource:

@@ -46,8 +46,10 @@ def test_labels_of_another_format_are_noticed(tmp_path: Path) -> None:
         root, store = exports.generated(folder / "a", first, 1), folder / "store"
         prepare(root, store, INDEX_ONLY)
         before = find(root)[0]
-        ignore = shutil.ignore_patterns("*.jpg", "*.png")
         other = exports.generated(folder / "b", second, 1)
+        with pytest.raises(DataError):
+            find(folder)  # which of both?
+        ignore = shutil.ignore_patterns("*.jpg", "*.png")
         shutil.copytree(other, root, dirs_exist_ok=True, ignore=ignore)
         try:
             is_same = find(root)[0] == before

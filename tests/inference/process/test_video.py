@@ -105,8 +105,14 @@ def test_two_videos_of_a_name(cli: Cli, checkpoint: Path, image_files: list[Path
     assert len(result.out.splitlines()) == sum(1 + len(row["detections"]) for row in rows)
 
 
-def test_ctrl_c_keeps_the_results_so_far(
-    cli: Cli, checkpoint: Path, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 6)])
+def test_ctrl_c_or_a_closed_pipe_keeps_the_results_so_far(
+    error: type[BaseException],
+    code: int,
+    cli: Cli,
+    checkpoint: Path,
+    image_files: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_video(Path("a.mp4"), image_files, 6)
     shown = []
@@ -114,15 +120,15 @@ def test_ctrl_c_keeps_the_results_so_far(
     def interrupt(_: Console, data: object, text: str) -> None:
         shown.append(text)
         if len(shown) % 3 == 0:
-            raise KeyboardInterrupt
+            raise error
 
     monkeypatch.setattr(Console, "result", interrupt)
-    cli("predict", checkpoint, "a.mp4", "--out", "o", *COMMON).expect(130)
+    cli("predict", checkpoint, "a.mp4", "--out", "o", *COMMON).expect(code)
     assert len(Path("o/detections.jsonl").read_text().splitlines()) == 3
     with open_video("o/a.mp4") as video:
         assert len(list(video.frames())) == 3
     options = ("--save", "coco", "--out", "c", *COMMON)
-    cli("predict", checkpoint, *image_files[:6], *options).expect(130)
+    cli("predict", checkpoint, *image_files[:6], *options).expect(code)
     assert len(json.loads(Path("c/coco.json").read_text())["images"]) == 3
 
 
