@@ -27,7 +27,6 @@ from PIL import Image
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC, Conversion
-from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
@@ -361,37 +360,6 @@ def test_25_two_wait_for_a_dead_holder_and_one_has_no_work(dataset: Path, store:
     outcomes = sorted(p.communicate(timeout=60)[0].splitlines()[-1] for p in both)
     assert [process.returncode for process in both] == [0, 0]
     assert outcomes == ["unchanged", "written"]
-
-
-@BOTH
-def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
-    dataset: Path, store: Path, config: PrepareConfig
-) -> None:
-    with edited(dataset / VAL) as document:
-        document |= {"images": [], "annotations": []}
-    with edited(dataset / TRAIN) as document:
-        kept = [a for a in document["annotations"] if a["image_id"] not in range(3, 8)]
-        crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
-        broken = {**crowd, "id": 9998, "bbox": [5, 5, 0, 9], "iscrowd": 0}
-        unlisted = {**broken, "id": 9997, "image_id": 6, "category_id": 999}
-        no_bbox = {**broken, "id": 9996, "image_id": 7, "bbox": None}
-        more = [crowd, broken, {**broken, "id": 9995, "image_id": 5}, unlisted, no_bbox]
-        document["annotations"] = kept + more
-    report = prepare(dataset, store, config).splits[0]
-    without, left = (
-        [f.image_id for f in report.findings if f.kind == kind]
-        for kind in (NO_OBJECTS, NO_BOXES_LEFT)
-    )
-    assert 4 in without
-    assert left == [5, 6, 7]  # not without objects: theirs were dropped
-    assert 3 not in without + left  # a crowd is trained on
-    split = open_split(dataset, store, "train")
-    assert split.image_ids[split.background].tolist() == without
-    assert report.background == len(without)
-    assert report.trainable == report.images - len(without) - len(left)
-    assert len(open_split(dataset, store, "train").labels) == report.boxes  # not the empty one
-    assert prepare(dataset, store, config).unchanged
-    assert list(open_dataset(dataset, store)) == ["train"]
 
 
 @pytest.mark.parametrize(

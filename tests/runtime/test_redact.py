@@ -14,15 +14,12 @@ from ssdctl.runtime.safe_text import redact_url, redact_urls
         ("https://host/a#access_token=s3cret", "https://host/a#***"),
         ("https://b:p@host/x?q@r", "https://***@host/x?***"),
         ("https://bob:1/2@host/a", "https://***@host/a"),
-        ("https://bob:hun?ter2@host/a", "https://***@host/a"),
         ("https://bob:hun#ter2@host/a?x=1", "https://***@host/a?***"),
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
         ("http://bob:hunter2@[bad/a?sig=x", "http://***@[bad/a?***"),
         ("http://bob:p@ho[st/x@y", "http://***@y"),
         ("hf://org/name@v1.0", "hf://org/name@v1.0"),
-        ("hf://org/name@v1:", "hf://org/name@v1:"),
         ("hf://hf_x@org/name", "hf://***@org/name"),
-        ("no url?", "no url?"),
     ],
 )
 def test_urls(url: str, shown: str) -> None:

@@ -229,32 +229,6 @@ def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["1", "TRUE", "1.0"])
-def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -> None:
-    exports.open_images(tmp_path)
-    masks = ("train/labels/masks/0/any.png", f"train-masks-0/{0:016x}_m00_4fa9d4f5.png")
-    exports.tree(tmp_path, dict.fromkeys(masks))
-    (tmp_path / "other.csv").write_text("id,note\n/m/00,not a name\n")
-    (tmp_path / "train/._2.jpg").write_bytes(b"?")  # metadata from macOS
-    (tmp_path / "train/4.jpg").write_bytes(b"?")  # dropped by the check
-    file = tmp_path / "train-annotations-bbox.csv"
-    header, first, *others = file.read_text().splitlines()
-    group = first.rpartition(",")[0] + f",{flag}"
-    absent = "absent,x,/m/00,1,0,0.5,0,0.5,0,0"
-    rows = [header, group, *others, first.replace("/g/00", ""), absent]
-    file.write_text("\ufeff" + "\n".join(rows), "utf-8")
-    train = read(tmp_path)["train"]
-    assert [c.name for c in train.classes] == list(exports.NAMES)
-    assert train.file_names == [f"train/{n}.jpg" for n in range(6)]
-    assert train.sizes.tolist() == [[*((0, 0) if n == 4 else exports.SIZE)] for n in range(6)]
-    assert train.is_crowd.tolist() == [1, 0, 0, 0, 0, 0]
-    assert "without LabelName, left out: 1" in train.notes[0]
-    assert "left out: 1 (of 1 image)" in train.notes[1]
-    config = PrepareConfig(pack=False, allow_dropped=True)
-    findings = prepare(tmp_path, tmp_path / "prepared", config).splits[0].findings
-    assert [f.image_id for f in findings if f.kind == "image dropped"] == [5]
-
-
 def test_dropping_over_5_percent_is_refused_with_the_reason(tmp_path: Path, cli: Cli) -> None:
     exports.flat_coco(tmp_path)
     with exports.edited(tmp_path / "result.json") as content:

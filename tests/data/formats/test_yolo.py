@@ -25,41 +25,6 @@ def yolo(
     return tree(root, files if yaml is None else {**files, "data.yaml": yaml})
 
 
-NAMES = "names: [no, dog]\n"
-LISTED = ("./images/a.jpg", "/home/me/data/images/b.jpg"), ("../images/c.jpg",)
-CVAT_LISTS = {
-    "obj.names": "x\n",
-    "T.txt": "data/images/Train/a.jpg",
-    "V.txt": "data/images/x/b.jpg",
-}
-
-
-@pytest.mark.parametrize(
-    ("train", "val", "yaml", "files"),
-    [
-        ("images/t/a", "", NAMES + "path: ../datasets/x\ntrain: images/t\n", {}),
-        ("images/one/a", "", NAMES + "train: [images/one, images/one]\n", {}),
-        ("images/train2017/a", "", NAMES + "kpt_shape: [2, 3]\n", {}),
-        # Lists of images, in files and in data.yaml
-        ("images/a images/b", "images/c", f"{NAMES}train: {[*LISTED[0]]}\nval: {[*LISTED[1]]}\n", {}),
-        # Subsets of CVAT, which writes a byte order mark
-        ("obj_train_data/a", "obj_valid_data/a", None, {"obj.names": "\ufeffno\r\n"}),
-        ("obj_Train_data/a", "obj_Validation_data/a", None, {"obj.names": "no"}),
-        ("images/Train/a", "images/x/b", f"{NAMES}path: .\nTrain: T.txt\nValidation: V.txt", CVAT_LISTS),
-    ],
-)  # fmt: skip
-def test_where_images_are(
-    tmp_path: Path, train: str, val: str, yaml: str | None, files: dict[str, str | None]
-) -> None:
-    line = BOX + (" .1 .1 2 .2 .2 1" if yaml and "kpt" in yaml else "")
-    images = [[f"{name}.jpg" for name in names.split()] for names in (train, val)]
-    yolo(tmp_path, dict.fromkeys(images[0] + images[1], line), yaml)
-    splits = read(tree(tmp_path, files))
-    expected = [("no", [40, 15, 20, 20], 0)]  # not false
-    assert boxes_of(splits) == dict.fromkeys(images[0], expected)
-    assert (boxes_of(splits, "val") if val else {}) == dict.fromkeys(images[1], expected)
-
-
 def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     yolo(tmp_path, {"images/a.jpg": BOX})
     tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
