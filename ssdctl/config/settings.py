@@ -165,7 +165,8 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
         if norms in (("none",), ("batch",)) and model.extra_norm not in norms:
             keys = ("model.extra_norm", "model.backbone")
-            yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
+            problem = f"{model.backbone} has no extra blocks with {model.extra_norm}"
+            yield keys, f"{problem}, only --extra-norm {norms[0]}"
     if "zoom" in augmentation_names(train.augment) and train.pipeline == "dali":
         yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):

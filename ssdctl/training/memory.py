@@ -162,7 +162,12 @@ def _measure_largest_batch(
         return 0
     _free_memory(device)
     (less, low), (more, high) = peaks.items()
-    per_image = max((high - low) / (more - less), 1)
+    per_image = (high - low) / (more - less)
+    if per_image <= 1:
+        raise UsageError(
+            f"--bs auto: {device.name} measures no memory that grows with the batch",
+            hint="give a number: --bs 32",
+        )
     return MemoryEstimate(int(low - less * per_image), int(per_image)).fits(memory)
 
 

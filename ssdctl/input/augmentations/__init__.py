@@ -35,6 +35,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Streams of random numbers that resumed runs continue; other names hash to theirs. 1 and 6 are of
 # sampler.py.
 STREAMS = {"crop": 2, "flip": 3, "color": 4, "zoom": 5}
+FARTHEST = 100  # a box of a plugin, in fractions of the view; pixels are farther
 PIXELS = 1 << 32  # keeps the random numbers of `pixels` apart from those of `draw`
 
 
@@ -170,8 +171,19 @@ def _is_right(view: object, before: View) -> bool:
         and kinds == "ffiibf"[: len(arrays)]
         and all(bool(np.isfinite(array).all()) for array in arrays)
         and bool((rect[:, 2:] > rect[:, :2]).all())
+        and _are_boxes(view.boxes, before.boxes)
         and (jitter is None or jitter.dtype == np.float32)
     )
+
+
+def _are_boxes(boxes: Boxes, before: Boxes) -> bool:
+    """Return whether labels are known ones, and boxes are in fractions, right of their left."""
+    labels, ltrb = boxes.labels, boxes.ltrb[boxes.labels > 0]
+    if not labels.size:
+        return True
+    is_label = labels.min() >= -1 and labels.max() <= max(before.labels.max(), 0)
+    is_box = (ltrb[:, 2:] >= ltrb[:, :2]).all() and (np.abs(ltrb) <= FARTHEST).all()
+    return bool(is_label and is_box)
 
 
 def change_pixels(steps: Sequence[Augmentation], keys: Keys, slot: int, image: Image) -> None:

@@ -66,7 +66,7 @@ class BackboneFile(Protocol):
     CONSTANTS: ModelConstants
     PARAMETERS: tuple[int, int]  # of SSD300: shared, and per class with background
     WEIGHTS: dict[str, PinnedFile]  # by key: `imagenet-v1` of `NAME-imagenet-v1`
-    EXTRA_NORMS: tuple[str, ...]  # the values of `--extra-norm` that it supports, default first
+    EXTRA_NORMS: tuple[str, ...]  # the values of `--extra-norm` that it supports
 
     def build(self) -> Backbone:
         """Return the network with random weights."""
