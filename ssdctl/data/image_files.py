@@ -163,7 +163,7 @@ def changed_images(
             status = os.stat(path)  # noqa: PTH116 - millions of them
             if status.st_size != num_bytes:
                 return False
-            return status.st_mtime_ns == modified_ns or _sketch(path, num_bytes) == sketch
+            return status.st_mtime_ns == modified_ns or sketch_of(path, num_bytes) == sketch
         except FileNotFoundError:
             return may_be_gone
         except (OSError, ValueError):  # a name with a null byte
@@ -178,7 +178,7 @@ def is_uncompressed(path: str) -> bool:
     return path.lower().endswith(UNCOMPRESSED)
 
 
-def _sketch(path: str, num_bytes: int) -> int:
+def sketch_of(path: str, num_bytes: int) -> int:
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
         if is_uncompressed(path):
             return zlib.crc32(file.readall())

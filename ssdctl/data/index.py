@@ -24,7 +24,7 @@ from ssdctl.data import STORE_NAME, prepare_command, usual_store
 from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion
 from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
-from ssdctl.data.image_files import FingerprintColumns
+from ssdctl.data.image_files import FingerprintColumns, sketch_of
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, disk_error, msgspec_type, sync
 
@@ -240,8 +240,23 @@ def image_contents(index: Path) -> NDArray[np.uint64]:
     return _contents_of(read_table(index, FINGERPRINT_COLUMNS))
 
 
+def content_of(path: Path) -> int:
+    """Return the hash of an image file as `image_contents` does.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    num_bytes = path.stat().st_size
+    columns = np.array([[num_bytes], [0], [sketch_of(str(path), num_bytes)]], np.int64)
+    return int(_spread(FingerprintColumns(*columns))[0])
+
+
 def _contents_of(table: Any) -> NDArray[np.uint64]:
-    return fingerprints_of(table).of_contents().astype(np.uint64) * SPREAD >> np.uint64(16)
+    return _spread(fingerprints_of(table))
+
+
+def _spread(fingerprints: FingerprintColumns) -> NDArray[np.uint64]:
+    return fingerprints.of_contents().astype(np.uint64) * SPREAD >> np.uint64(16)
 
 
 def fingerprints_of(table: Any) -> FingerprintColumns:

@@ -293,7 +293,7 @@ def diagnosis(evaluation: Evaluation) -> str:
 
 
 def _confusion_matrix(engine: Any) -> dict[str, Any]:
-    """Return the engine's matrix of all detections; by default it takes 100 of each image."""
+    """Return the engine's matrix; by default it takes 100 detections of an image in all."""
     found: dict[str, Any] = engine.confusion_matrix(iou_thr=IOU_FOUND, max_det=MAX_COUNTED)
     return found
 
@@ -342,6 +342,8 @@ def _best_f1(matches: Matches, *, are_probabilities: bool) -> tuple[float, float
         limits = np.nextafter(scores, -np.inf)
     f1 = _f1(matches, limits)
     best = int(f1.argmax())  # the highest threshold
+    if not f1[best]:
+        return 0.0, 0.0
     return round(float(f1[best]), 4), float(limits[best])
 
 

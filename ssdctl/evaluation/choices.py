@@ -230,7 +230,8 @@ def rows_to_score(
     rows = (every[has_objects[every]] if settings.annotated_only else every)[: settings.limit]
     text = counted(len(rows), "image")
     if settings.annotated_only:
-        reached = every if settings.limit is None else every[every <= rows.max(initial=-1)]
+        is_cut = len(rows) == settings.limit  # else all images were looked at
+        reached = every[every <= rows[-1]] if is_cut else every
         text += f", {len(reached) - len(rows)} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         text += f", {empty} without objects (counted; skip with --annotated-only)"

@@ -168,7 +168,8 @@ def _recipe(settings: Mapping[str, Any]) -> str | None:
     if not (preset := settings.get("train.preset")):
         return None
     values = {o.path: o.value for o in preset_overrides(preset)}
-    changed = [p for p, v in values.items() if toml_value(settings.get(p, v)) != toml_value(v)]
+    pairs = [(v, settings.get(path, v)) for path, v in values.items() if v != "auto"]
+    changed = [own for value, own in pairs if toml_value(own) != toml_value(value)]
     return f"preset {preset}" + f" with {counted(len(changed), 'other value')}" * bool(changed)
 
 

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -68,7 +68,7 @@ class ImageSource(NamedTuple):
             raise DataError(f"{self.label}: a video, not an image; {SEPARATELY}")
         if self.url:
             content = fetch_image(self.url, canceled)
-        elif _is_pipe(self.path):
+        elif _is(self.path.is_fifo):
             content = self.path.read_bytes()
         else:
             return self.path
@@ -77,10 +77,11 @@ class ImageSource(NamedTuple):
         return file
 
 
-def _is_pipe(path: Path) -> bool:
+def _is(check: Callable[[], bool]) -> bool:
+    """Return what a check of a path returns; of a name that is too long, False."""
     try:
-        return path.is_fifo()
-    except OSError:  # such as a name that is too long: the error of reading it says so
+        return check()
+    except OSError:  # the error of reading it says so
         return False
 
 
@@ -130,7 +131,7 @@ def find_sources(
             sources += _listed(stdin or sys.stdin.buffer)
         elif _SCHEME.match(name):
             sources.append(source_of(name))
-        elif path.is_dir():
+        elif _is(path.is_dir):
             sources += map(ImageSource, _in_folder(path, recursive))
         elif _is_pattern(name):
             sources += map(ImageSource, _without_drawn(_matches(name)) or [path])
@@ -148,7 +149,7 @@ def looks_like_image(name: str, *, recursive: bool = False) -> bool:
     path = Path(name)
     if name == STDIN or is_video(name) or name.lower().startswith(("http://", "https://")):
         return True
-    if path.is_dir():
+    if _is(path.is_dir):
         run = RunDir(path)
         if is_model_folder(path) or run.metrics.exists() or run.checkpoints.is_dir():
             return False
@@ -160,7 +161,7 @@ def looks_like_image(name: str, *, recursive: bool = False) -> bool:
 
 
 def _is_pattern(name: str) -> bool:
-    return glob.has_magic(name) and not Path(name).exists()
+    return glob.has_magic(name) and not _is(Path(name).exists)
 
 
 def _matches(pattern: str) -> list[str]:
@@ -185,7 +186,7 @@ def is_camera(name: str) -> bool:
 def is_video(name: str) -> bool:
     """Return whether a name is of a video file or a camera, by its form; a folder is neither."""
     path = Path(re.split("[?#]", name)[0] if _SCHEME.match(name) else name)
-    return is_camera(name) or (path.suffix.lower() in VIDEO_SUFFIXES and not path.is_dir())
+    return is_camera(name) or (path.suffix.lower() in VIDEO_SUFFIXES and not _is(path.is_dir))
 
 
 def refuse_video_url(name: str) -> None:

@@ -21,10 +21,10 @@ from ssdctl.config.render import toml_value
 from ssdctl.data.dataset import require_split
 from ssdctl.data.drawing import class_color, ink_on, one_line
 from ssdctl.data.image_decode import Pixels, decode
-from ssdctl.data.index import image_contents
+from ssdctl.data.index import content_of, image_contents
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.sources import is_prepared
-from ssdctl.data.store import open_split
+from ssdctl.data.store import ImageFiles, open_split
 from ssdctl.data.stored_images import read_report
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
@@ -332,20 +332,26 @@ def _reader(evaluation: Evaluation) -> Reader:
     root, store = Path(about.data), Path(about.store)
     annotations = require_split(annotations_with_images(root, store), about.split, root)
     split = open_split(root, store, about.split) if is_prepared(root, store) else None
-    contents = None if split is None else image_contents(split.index_file)
+    packed = None
+    if split is not None and not isinstance(split.images, ImageFiles):
+        packed = image_contents(split.index_file)
     rows = {name: row for row, name in enumerate(annotations.file_names)}  # ids may be renumbered
 
     def read(sample: SampleImage) -> tuple[Pixels, int]:
         row = rows.get(sample.file_name)
         if row is None:
             raise DataError("it is no longer in the dataset")
-        if sample.content and contents is not None and f"{contents[row]:012x}" != sample.content:
+        if split is not None and isinstance(split.images, ImageFiles):
+            file = split.images.path(row)
+        elif split is None:
+            file = safe_join(annotations.folder, annotations.file_names[row])
+        now = content_of(file) if packed is None else int(packed[row])
+        if sample.content and f"{now:012x}" != sample.content:
             raise DataError("its file was replaced since it was scored")
         if split is not None:
             return split.decode(row), int(split.sizes[row][0])
         width, height = annotations.sizes[row].tolist()
-        content = safe_join(annotations.folder, annotations.file_names[row]).read_bytes()
-        pixels = decode(content, (width, height), upright=annotations.upright)
+        pixels = decode(file.read_bytes(), (width, height), upright=annotations.upright)
         return pixels, width or pixels.shape[1]
 
     return read
