@@ -182,9 +182,9 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]
     for notice in plan.notices:
         call.console.warning(notice)
     if config.train.init is not None and not step:
-        from ssdctl.training.setup import planned_warning_of_init
+        from ssdctl.training.setup import planned_warnings_of_init
 
-        if warning := planned_warning_of_init(config):
+        for warning in planned_warnings_of_init(config):
             call.console.warning(warning)
     if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(

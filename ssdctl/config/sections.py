@@ -72,8 +72,8 @@ class DataConfig(Section, frozen=True):
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
         _data(
-            "Also use tiles of PX pixels, for small objects (0: off) [default: off; of a detector: "
-            "as it was trained]",
+            "Also use tiles of PX pixels, for small objects (0: off) [default: off; to detect: as "
+            "the detector was trained]",
             metavar="PX",
         ),
     ] = None

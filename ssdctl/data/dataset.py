@@ -146,7 +146,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
 
 def _datasets_beside(path: Path, name: str, by: Path | bool) -> list[tuple[str, Path]]:
-    """Return datasets of other formats beside the folder of a dataset below `path`.
+    """Return datasets of other formats in the folders next to the one that was found.
 
     Some formats are recognized in any folder below, others only where the dataset is.
     """

@@ -270,9 +270,13 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     ids = [np.unique(f.image_ids) for f in (first, second)]
     if first.about.split != second.about.split or not np.array_equal(ids[0], ids[1]):
         counts = " and ".join(f"{len(f.image_ids):,} of {f.about.split}" for f in (first, second))
+        hint = "name one dataset and split for both: --data DIR --split val"
+        if first.about.split == second.about.split == "train":
+            hint += "; of folds, write the detections of each set (evaluate RUNS --detections "
+            hint += "FILE.json), and compare the files: --data DIR --split train"
         raise UsageError(
             f"{a} and {b} are scored on different images ({counts})",
-            hint="name one dataset and split for both: --data DIR --split val",
+            hint=hint,
         )
     return compare(*(f.score_and_resample(verify=config.evaluate.verify) for f in (first, second)))
 

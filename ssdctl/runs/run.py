@@ -86,7 +86,7 @@ def _label(recipe: frozenset[tuple[str, str]], others: Iterable[frozenset[tuple[
     """Return data and network, and the settings in which others of them differ."""
     shown = _data_and_network(recipe)
     shared = frozenset.intersection(*(o for o in others if _data_and_network(o) == shown))
-    own = sorted((path, value) for path, value in recipe - shared if path != "train.fold")
+    own = sorted((p, value) for p, value in recipe - shared if value and p != "train.fold")
     return ", ".join([*shown, *(f"{path.partition('.')[2]} {value}" for path, value in own)])
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 NETWORK = {"model.backbone", "model.extra_norm", "train.init"}  # --resume-changed cannot help
 # Settings that choose the images.
 CHOOSING = {f"train.{name}" for name in ("limit_train", "overfit", "background", "fake_data")}
-CHOOSING |= {"train.fold", "train.group", "data.tile"}
+CHOOSING |= {"train.fold", "train.group", "data.tile", "data.tile_overlap"}
 
 
 def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -> Checkpoint | None:

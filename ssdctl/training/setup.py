@@ -286,29 +286,36 @@ def _held_rows(train: Split, config: Config) -> NDArray[np.int64] | None:
     return fold_rows(train, fold, config.train.group)
 
 
-def planned_warning_of_init(config: Config) -> str | None:
-    """Return `warning_of_init` for a dataset that is prepared; nothing is written."""
+def planned_warnings_of_init(config: Config) -> list[str]:
+    """Return `warnings_of_init` for a dataset that is prepared; nothing is written."""
     root, folder = dataset_folders(config.data)
     source = resolve_source(str(config.train.init))
     if not isinstance(source, Path) or not is_prepared(root, folder):
-        return None
+        return []
     splits = open_splits(root, folder)
     train = require_split(splits, "train", root)
     if (rows := _held_rows(train, config)) is None:
-        return warning_of_init(config, Splits(train, splits.get("val")), init_reader(config))
-    return warning_of_init(config, Splits(train, train, rows), init_reader(config))
+        return warnings_of_init(config, Splits(train, splits.get("val")), init_reader(config))
+    return warnings_of_init(config, Splits(train, train, rows), init_reader(config))
 
 
-def warning_of_init(config: Config, splits: Splits, init: InitReader) -> str | None:
-    """Return a warning if the run of --init may have trained on images that are scored.
+def warnings_of_init(config: Config, splits: Splits, init: InitReader) -> list[str]:
+    """Return warnings about the run of --init: its tiles, and images that are scored now.
 
     Args:
         splits: Of the dataset, before `limited`.
     """
+    warnings, tiling = list[str](), init().tiling
+    if tiling is not None and config.data.tile is None:
+        warnings.append(
+            f"{init().path} was trained in tiles, this run uses whole images: "
+            f"--tile {tiling.size} adds tiles, --tile 0 hides this"
+        )
     if splits.val is None or config.train.overfit is not None:
-        return None
+        return warnings
     root, _ = dataset_folders(config.data)
-    return warning_of_images(init(), root, splits.val, splits.val_rows)
+    of_images = warning_of_images(init(), root, splits.val, splits.val_rows)
+    return [*warnings, *filter(None, [of_images])]
 
 
 def load_first_weights(
@@ -324,7 +331,7 @@ def load_first_weights(
         checkpoint = init()
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
-        if warning := warning_of_init(config, splits, init):
+        for warning in warnings_of_init(config, splits, init):
             log.warning("%s", warning)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)

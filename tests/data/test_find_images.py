@@ -81,16 +81,6 @@ def files(text: str) -> list[str | None]:
 
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     # a name: images, labels, and the images of each split; "-": missing
-    "neither train nor val, VOC": (
-        "train/a.jpg val/b.jpg old/c.jpg",
-        {f"{name}.xml": voc() for name in ("train/a", "val/b", "old/c")},
-        {"train": "train/a.jpg", "val": "val/b.jpg"},
-    ),
-    "images in folders of splits, VOC": (
-        "photos/train/a.jpg photos/val/b.jpg",
-        {f"Annotations/{name}.xml": voc() for name in "ab"},
-        {"train": "photos/train/a.jpg", "val": "photos/val/b.jpg"},
-    ),
     "a path of another machine, of an image in the folder above": (
         "images/val/0.jpg images/val/0.bmp",
         {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
@@ -106,11 +96,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.jpg b.jpg c.png c.PNG")},
         {"train": "images/A.JPG images/b.jpg - images/c.PNG"},
     ),
-    "upper case of a label file": (
-        "images/A.JPG images/b.jpg",
-        {"classes.txt": "x", "labels/a.txt": YOLO, "labels/b.txt": YOLO},
-        {"train": "images/A.JPG images/b.jpg"},
-    ),
     "VOC's lists of files, and XML files in folders": (
         "JPEGImages/a.jpg JPEGImages/b.jpg",
         {
@@ -118,11 +103,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             "ImageSets/Main/train.txt": "a.jpg", "ImageSets/Main/val.txt": r"JPEGImages\b.jpg",
         },
         {"train": "JPEGImages/a.jpg", "val": "JPEGImages/b.jpg"},
-    ),
-    "CVAT, a file per split": (
-        "images/train/a.jpg images/val/a.jpg",
-        {"train/x.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
-        {"train": "images/train/a.jpg", "val": "images/val/a.jpg"},
     ),
     "data.yaml with another word": (
         "train/a.jpg val/b.jpg",

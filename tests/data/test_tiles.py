@@ -128,6 +128,8 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     assert cli(*train, "--out", whole).code == 0
     assert cli(*train, "--out", run, "--steps", 2).code == 0
     assert cli(*train, "--out", run, "--tile", 160).code == 2
+    tuned = ("train", "--data", shapes, "--init", run, "--out", "tuned", "--dry-run")
+    cli(*tuned).expect(0, "was trained in tiles")
     assert cli(*train, "--out", run).code == 0
     trained = last(run)
     for chosen, expected in (
