@@ -149,6 +149,12 @@ def check_train(
     weights = config.model.weights_name
     if weights is not None and not Path(weights).exists() and re.fullmatch(r"[\w-]+", weights):
         weights_named(weights)  # not a file elsewhere
+    if config.train.init is not None:
+        if not has_run:  # its network and tiles are not known
+            return notices
+        from ssdctl.training.setup import planned_config  # late: torch takes seconds
+
+        config = planned_config(config)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
         ranks = Ranks(0, count, 0)
         if has_run:

@@ -131,6 +131,10 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import WHAT_IS_DROPPED
 
+    if call.config.train.init is not None:
+        from ssdctl.training.setup import planned_config  # late: torch takes seconds
+
+        call = call._replace(config=planned_config(call.config))
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
@@ -161,13 +165,7 @@ def plan_and_check(
     from ssdctl.checkpoint.locate import continued_config
     from ssdctl.training.plan import make_plan
 
-    network = None
-    if config.train.init is not None:
-        from ssdctl.training.setup import planned_network  # late: torch takes seconds
-
-        network = planned_network(config)
-    before = continued_config(config)
-    plan = make_plan(config, device, ranks, size, before=before, network=network)
+    plan = make_plan(config, device, ranks, size, before=continued_config(config))
     return plan, _first_step(plan, size)
 
 
@@ -182,9 +180,9 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]
     for notice in plan.notices:
         call.console.warning(notice)
     if config.train.init is not None and not step:
-        from ssdctl.training.setup import planned_warnings_of_init
+        from ssdctl.training.setup import planned_warning_of_init
 
-        for warning in planned_warnings_of_init(config):
+        if (warning := planned_warning_of_init(config)) is not None:
             call.console.warning(warning)
     if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(

@@ -72,8 +72,8 @@ class DataConfig(Section, frozen=True):
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
         _data(
-            "Also use tiles of PX pixels, for small objects (0: off) [default: off; to detect: as "
-            "the detector was trained]",
+            "Also use tiles of PX pixels, for small objects (0: off) [default: as the detector, or "
+            "that of --init, was trained; else off]",
             metavar="PX",
         ),
     ] = None

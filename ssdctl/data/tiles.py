@@ -53,13 +53,16 @@ class TileObjects(NamedTuple):
         return np.asarray(learned[ends] > learned[ends - self.counts])
 
 
-def tiling_of(config: Config) -> Tiling | None:
-    """Return the tiles that a user chose.
+def tiling_of(config: Config, trained: Tiling | None = None) -> Tiling | None:
+    """Return the tiles that a user chose, else those that a detector was trained in.
 
     Raises:
         UsageError: An overlap of tiles, but there are none.
     """
     size, overlap = config.data.tile, config.data.tile_overlap
+    if trained is not None and size != 0:
+        is_chosen = config.is_chosen("data.tile_overlap")
+        return Tiling(size or trained.size, overlap if is_chosen else trained.overlap)
     if not size and "data.tile_overlap" in config.explicit_settings():
         raise UsageError(
             f"--tile-overlap {overlap:g}: there are no tiles",

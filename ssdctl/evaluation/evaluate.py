@@ -30,7 +30,7 @@ from ssdctl.data.index import index_path, last_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of, fold_rows, without_division
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.data.tiles import tiled
+from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
@@ -414,7 +414,7 @@ def detect_on_split(
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import choose_tiling, fit_to_graph, open_detector
+    from ssdctl.inference.predict import fit_to_graph, open_detector
 
     config = fit_to_graph(checkpoint, config)
     settings, data = config.evaluate, choose_data(checkpoint, config)
@@ -425,7 +425,7 @@ def detect_on_split(
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
     warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
-    split = tiled(split, tiling := choose_tiling(checkpoint, config))
+    split = tiled(split, tiling := tiling_of(config, checkpoint.tiling))
     how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
     how["category_ids"] = dataset_category_ids(checkpoint, split.classes, root)
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on "

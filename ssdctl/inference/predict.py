@@ -19,7 +19,6 @@ from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
 from ssdctl.config.call import public_call, public_iterator, whole_number
-from ssdctl.config.fields import Tiling
 from ssdctl.config.settings import Config
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.tiles import tiling_of
@@ -189,7 +188,7 @@ def load_detector(checkpoint: Named, config: Config) -> tuple[ImageDetector, str
     score = max(min(thresholds), least) if settings.score in (None, "best") else thresholds[0]
     rules = DetectorConfig(settings.precision, score, settings.nms_iou)
     classes, backend = class_names(read), open_detector(read, opened, rules)
-    tiling = choose_tiling(read, config)
+    tiling = tiling_of(config, read.tiling)
     if tiling is not None and config.data.tile is None:
         how = "as it was trained" if tiling == read.tiling else f"overlap {tiling.overlap:g}"
         log.info("detecting in tiles of %d pixels, %s (--tile 0: off)", tiling.size, how)
@@ -209,19 +208,6 @@ def fit_to_graph(checkpoint: ModelFile, config: Config) -> Config:
         scores = {"predict.score": config.predict.score, "evaluate.score_threshold": low}
         values |= {k: max(v, least) for k, v in scores.items() if isinstance(v, float)}
     return config.with_defaults(values)
-
-
-def choose_tiling(checkpoint: ModelFile, config: Config) -> Tiling | None:
-    """Return how to see images: as the user chose, else as the checkpoint was trained.
-
-    Raises:
-        UsageError: See `tiling_of`.
-    """
-    own, size = checkpoint.tiling, config.data.tile
-    if own is None or size == 0:
-        return tiling_of(config)
-    is_chosen = config.is_chosen("data.tile_overlap")
-    return Tiling(size or own.size, config.data.tile_overlap if is_chosen else own.overlap)
 
 
 def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[float]:

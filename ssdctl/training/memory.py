@@ -28,7 +28,7 @@ from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import UsageError
 from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of
-from ssdctl.training.plan import Network, Plan, check_shares, make_plan
+from ssdctl.training.plan import Plan, check_shares, make_plan
 from ssdctl.training.step import LossModule, build_step
 
 log = logging.getLogger(__name__)
@@ -94,17 +94,14 @@ def plan_on_device(
     num_classes: int,
     *,
     before: Config | None = None,
-    network: Network | None = None,
 ) -> Plan:
     """Plan a run on an open device, where `--bs auto` is measured; log what was replaced.
 
     Args:
         num_classes: Outputs of the network, the background included.
-        before, network: See `make_plan`.
+        before: See `make_plan`.
     """
-    planned = functools.partial(
-        make_plan, config, device, ranks, dataset, before=before, network=network
-    )
+    planned = functools.partial(make_plan, config, device, ranks, dataset, before=before)
     size = None
     if config.train.batch_size == "auto":
         trial = planned(largest_batch=2)  # for its network, precision and optimizer

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config
-from ssdctl.config.fields import augmentation_names
+from ssdctl.config.fields import Tiling, augmentation_names
 from ssdctl.config.resolve import Override, preset_overrides
 from ssdctl.config.settings import DEFAULT, INIT, SHORT_RUN, Kind, Source, all_settings
+from ssdctl.data.tiles import tiling_of
 from ssdctl.errors import UsageError
 from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
@@ -54,8 +55,11 @@ SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chos
 
 
 class Network(NamedTuple):
+    """What a run takes from the checkpoint of `--init` besides the weights."""
+
     backbone: str
     extra_norm: str
+    tiling: Tiling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +262,6 @@ def make_plan(
     dataset: DatasetSize,
     *,
     before: Config | None = None,
-    network: Network | None = None,
     largest_batch: int | None = None,
 ) -> Plan:
     """Choose values for all settings that are `auto` or not set by the user.
@@ -267,7 +270,6 @@ def make_plan(
         device: The device to train on; None for a plan without one.
         before: The settings of the run to continue (`continued_config`): its schedule is kept, and
             the precision that it had chosen.
-        network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: The batch size for `--bs auto`, measured on an open device.
 
     Raises:
@@ -277,7 +279,7 @@ def make_plan(
     """
     config = _unfitted(config)
     out, notices = run_dir(config).path, check_settings(config, device)
-    config = _with_network(_with_precision(config, device, before), network)
+    config = _with_precision(config, device, before)
     share = _background_share(config, dataset)
     if config.train.batch_size == "auto":
         config = config.with_value("train.batch_size", _measured(largest_batch))
@@ -297,10 +299,13 @@ def make_plan(
 
 
 def _unfitted(config: Config) -> Config:
-    """Return the config without what a rule chose for the run whose config file was read."""
+    """Return the config without what a rule chose for the run whose config file was read.
+
+    The network of `--init` is this run's: see `with_network`.
+    """
     recipe = {override.path: override for override in preset_overrides(config.train.preset)}
     for path, source in config.sources.items():
-        if source.kind is Kind.RULE:
+        if source.kind is Kind.RULE and (source != INIT or config.train.init is None):
             plain = recipe.get(path, Override(path, all_settings()[path].default, DEFAULT))
             config = config.with_value(path, plain.value, plain.source)
     return config
@@ -356,11 +361,14 @@ def _with_precision(config: Config, device: DeviceFacts | None, before: Config |
     return config if is_known else config.with_value("train.precision", kept)
 
 
-def _with_network(config: Config, network: Network | None) -> Config:
-    """Take the network of `--init`; refuse another one that the user, or a named preset, chose."""
-    if network is None:
-        return config
-    for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
+def with_network(config: Config, network: Network) -> Config:
+    """Take the network and the tiles of `--init`, unless the user chose other tiles.
+
+    Raises:
+        UsageError: The user, or a named preset, chose another network.
+    """
+    for path in ("model.backbone", "model.extra_norm"):
+        value = getattr(network, path.partition(".")[2])
         if not config.is_chosen(path, "train.preset"):
             config = config.with_value(path, value, INIT)
         elif (chosen := attrgetter(path)(config)) != value:
@@ -369,6 +377,11 @@ def _with_network(config: Config, network: Network | None) -> Config:
                 f"network with {value}",
                 hint=f"--backbone {network.backbone} --extra-norm {network.extra_norm}",
             )
+    if (tiling := tiling_of(config, network.tiling)) is None:
+        return config
+    for path, value in (("data.tile", tiling.size), ("data.tile_overlap", tiling.overlap)):
+        if not config.is_chosen(path):
+            config = config.with_value(path, value, INIT)
     return config
 
 

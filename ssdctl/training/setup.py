@@ -59,7 +59,7 @@ from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
-from ssdctl.training.plan import Network, Plan, check_settings
+from ssdctl.training.plan import Network, Plan, check_settings, with_network
 
 log = logging.getLogger(__name__)
 LOOP = {  # settings on which steps, exchanges and detections depend, besides the compared ones
@@ -91,8 +91,10 @@ def init_reader(config: Config) -> InitReader:
     return functools.cache(lambda: load_checkpoint(locate_checkpoint(init, mirror=mirror)))
 
 
-def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progress) -> Splits:
-    """Return the splits to train and to validate on, whose classes agree.
+def open_dataset(
+    config: Config, device: Device, ranks: Ranks, progress: Progress, init: InitReader
+) -> tuple[Config, Splits]:
+    """Return the splits to train and to validate on, and the config with the network of `--init`.
 
     What does not depend on the dataset is checked first: preparing it may take long.
     """
@@ -103,24 +105,23 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
     check_settings(config, device)
     if not (config.train.fake_data or config.is_chosen("data.root")):
         require_dataset(msgspec.structs.replace(config.data, root=None))
-    return _open_splits(config, ranks, progress)
-
-
-def plan_run(
-    config: Config, splits: Splits, device: Device, ranks: Ranks, init: InitReader
-) -> Plan:
-    """Plan a run on an open device and dataset; all ranks return the same plan."""
-    _require_same(config, splits, ranks)
-    network = None
-    before = collectives.from_first(lambda: continued_config(config), ranks)
     if config.train.init is not None:
         network = collectives.from_first(lambda: _network_of(config, init), ranks)
+        config = with_network(config, network)
+        if network.tiling is not None and config.data.tile and not config.is_chosen("data.tile"):
+            text = "training in tiles of %d pixels, as %s was (--tile 0: off)"
+            log.info(text, config.data.tile, config.train.init)
+    return config, _open_splits(config, ranks, progress)
+
+
+def plan_run(config: Config, splits: Splits, device: Device, ranks: Ranks) -> Plan:
+    """Plan a run on an open device and dataset; all ranks return the same plan."""
+    _require_same(config, splits, ranks)
+    before = collectives.from_first(lambda: continued_config(config), ranks)
     names = [c.name for c in splits.train.classes]
     train = splits.train
     size = DatasetSize(len(train.trainable), len(train.background), len(splits.scored_rows), names)
-    return plan_on_device(
-        config, device, ranks, size, len(names) + 1, before=before, network=network
-    )
+    return plan_on_device(config, device, ranks, size, len(names) + 1, before=before)
 
 
 def _require_same(config: Config, splits: Splits, ranks: Ranks) -> None:
@@ -193,23 +194,27 @@ def warn_about(plan: Plan, splits: Splits, step: int) -> None:
             log.warning("%s", warning)
 
 
-def planned_network(config: Config) -> Network | None:
-    """Return the network of `--init`, or of the run to resume; None for a model of the Hub."""
+def planned_config(config: Config) -> Config:
+    """Return the config with the network of `--init`, or of the run to resume.
+
+    A model of the Hub is not fetched for a plan: its network is not known.
+    """
     if config.train.init is None:
-        return None
+        return config
     if not run_dir(config).resumable():
         source = resolve_source(str(config.train.init))
         if isinstance(source, DetectorSource):
-            return Network(source.backbone, source.extra_norm)
+            return with_network(config, Network(source.backbone, source.extra_norm))
         if not isinstance(source, Path):
-            return None
-    return _network_of(config, init_reader(config))
+            return config
+    return with_network(config, _network_of(config, init_reader(config)))
 
 
 def _network_of(config: Config, init: InitReader) -> Network:
-    checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
-    architecture = (checkpoint or init()).architecture
-    return Network(architecture.backbone, architecture.extra_norm)
+    newest, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
+    checkpoint = newest or init()
+    architecture = checkpoint.architecture
+    return Network(architecture.backbone, architecture.extra_norm, checkpoint.tiling)
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
@@ -286,36 +291,29 @@ def _held_rows(train: Split, config: Config) -> NDArray[np.int64] | None:
     return fold_rows(train, fold, config.train.group)
 
 
-def planned_warnings_of_init(config: Config) -> list[str]:
-    """Return `warnings_of_init` for a dataset that is prepared; nothing is written."""
+def planned_warning_of_init(config: Config) -> str | None:
+    """Return `warning_of_init` for a dataset that is prepared; nothing is written."""
     root, folder = dataset_folders(config.data)
     source = resolve_source(str(config.train.init))
     if not isinstance(source, Path) or not is_prepared(root, folder):
-        return []
+        return None
     splits = open_splits(root, folder)
     train = require_split(splits, "train", root)
     if (rows := _held_rows(train, config)) is None:
-        return warnings_of_init(config, Splits(train, splits.get("val")), init_reader(config))
-    return warnings_of_init(config, Splits(train, train, rows), init_reader(config))
+        return warning_of_init(config, Splits(train, splits.get("val")), init_reader(config))
+    return warning_of_init(config, Splits(train, train, rows), init_reader(config))
 
 
-def warnings_of_init(config: Config, splits: Splits, init: InitReader) -> list[str]:
-    """Return warnings about the run of --init: its tiles, and images that are scored now.
+def warning_of_init(config: Config, splits: Splits, init: InitReader) -> str | None:
+    """Return a warning about images that the run of --init trained on and that are scored now.
 
     Args:
         splits: Of the dataset, before `limited`.
     """
-    warnings, tiling = list[str](), init().tiling
-    if tiling is not None and config.data.tile is None:
-        warnings.append(
-            f"{init().path} was trained in tiles, this run uses whole images: "
-            f"--tile {tiling.size} adds tiles, --tile 0 hides this"
-        )
     if splits.val is None or config.train.overfit is not None:
-        return warnings
+        return None
     root, _ = dataset_folders(config.data)
-    of_images = warning_of_images(init(), root, splits.val, splits.val_rows)
-    return [*warnings, *filter(None, [of_images])]
+    return warning_of_images(init(), root, splits.val, splits.val_rows)
 
 
 def load_first_weights(
@@ -331,7 +329,7 @@ def load_first_weights(
         checkpoint = init()
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
-        for warning in warnings_of_init(config, splits, init):
+        if (warning := warning_of_init(config, splits, init)) is not None:
             log.warning("%s", warning)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)

@@ -202,8 +202,8 @@ class Trainer:
         with signals.ending_at_once():
             init = setup.init_reader(config)
             progress = self._display.progress if ranks.is_main else without_progress
-            splits = setup.open_dataset(config, device, ranks, progress)
-            self.plan = setup.plan_run(config, splits, device, ranks, init)
+            config, splits = setup.open_dataset(config, device, ranks, progress, init)
+            self.plan = setup.plan_run(config, splits, device, ranks)
             self.path, self.splits = self.plan.out, setup.limited(splits, self.plan)
             self.threads = train.workers or usable_cores(ranks.world_size)
             self.model = setup.build_network(self.plan, self.splits, device, ranks)

@@ -20,9 +20,8 @@ from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
 from ssdctl.data.store import Split, open_splits
-from ssdctl.data.tiles import IGNORED, tiled
+from ssdctl.data.tiles import IGNORED, tiled, tiling_of
 from ssdctl.errors import UsageError
-from ssdctl.inference.predict import choose_tiling
 
 NAMES = tuple(f"class {n}" for n in range(6))
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -128,8 +127,11 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     assert cli(*train, "--out", whole).code == 0
     assert cli(*train, "--out", run, "--steps", 2).code == 0
     assert cli(*train, "--out", run, "--tile", 160).code == 2
-    tuned = ("train", "--data", shapes, "--init", run, "--out", "tuned", "--dry-run")
-    cli(*tuned).expect(0, "was trained in tiles")
+    tuned = ("train", "--data", shapes, "--init", run, "--steps", 1, "--bs", 2)
+    assert json.loads(cli(*tuned, "--dry-run", "--json").out)["images"] > 8
+    cli(*tuned, "--tile-overlap", 0.1, "--out", tmp_path / "tuned").expect(0, "tiles of 128 pixels")
+    assert last(tmp_path / "tuned").tiling == Tiling(128, 0.1)
+    assert json.loads(cli(*tuned, "--tile", 0, "--dry-run", "--json").out)["images"] == 8
     assert cli(*train, "--out", run).code == 0
     trained = last(run)
     for chosen, expected in (
@@ -138,13 +140,13 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
         ({"tile": 160}, Tiling(160, 0.3)),
         ({"tile": 0}, None),
     ):
-        assert choose_tiling(trained, ssdctl.configure(data=chosen)) == expected
+        assert tiling_of(ssdctl.configure(data=chosen), trained.tiling) == expected
     for command in ("prepare", "train", "launch --dry-run"):
         assert cli(*command.split(), "--data", shapes, "--tile-overlap", 0.1).code == 2
     chosen = ("--tile", 128, "--tile-overlap", 0.3)
     cli("prepare", "--data", shapes, *chosen).expect(0, " ".join(map(str, chosen)))
     with pytest.raises(UsageError, match="there are no tiles"):
-        choose_tiling(trained, ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
+        tiling_of(ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}), trained.tiling)
     assert_same_state(trained, last(whole))
     file = tmp_path / "found.json"
     cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json").expect(0)

@@ -19,7 +19,7 @@ from ssdctl.config.settings import Kind
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.distributed import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.training.plan import Every, Network, Plan, make_plan, split_duration
+from ssdctl.training.plan import Every, Network, Plan, make_plan, split_duration, with_network
 
 FEW, COCO = 100, 117_266
 
@@ -66,7 +66,7 @@ def test_the_network_of_init_replaces_only_what_is_open() -> None:
 
     def backbone(**values: object) -> str:
         config = settings(train__init="a.pt", **values)
-        return plan_of(config, network=network).config.model.backbone
+        return with_network(config, network).model.backbone
 
     assert backbone() == backbone(model__backbone="resnet50") == "resnet50"
     assert backbone(train__preset="nvidia-r50", model__extra_norm="batch") == "resnet50"
