@@ -146,17 +146,21 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
 
 def _datasets_beside(path: Path, name: str, by: Path | bool) -> list[tuple[str, Path]]:
-    """Return datasets of other formats in the folders next to the one that was found.
+    """Return datasets of other formats in folders next to the one that was found, or to one above.
 
     Some formats are recognized in any folder below, others only where the dataset is.
     """
-    if not (isinstance(by, Path) and path.is_dir() and by.is_relative_to(path)) or _is_in(path, by):
-        return []
-    own = path / by.relative_to(path).parts[0]
     found = list[tuple[str, Path]]()
-    for folder in [folder for folder in _folders_in(path)[:MAX_FOLDERS] if folder != own]:
-        with contextlib.suppress(DataError):
-            found += [(other, folder) for other, *_ in recognized(folder) if other != name]
+    if not (isinstance(by, Path) and path.is_dir() and by.is_relative_to(path)):
+        return found
+    for part in by.relative_to(path).parts:
+        if _is_in(path, by):
+            break
+        own = path / part
+        for folder in [folder for folder in _folders_in(path)[:MAX_FOLDERS] if folder != own]:
+            with contextlib.suppress(DataError):
+                found += [(other, folder) for other, *_ in recognized(folder) if other != name]
+        path = own
     return found
 
 
@@ -497,10 +501,11 @@ def _no_dataset(path: Path) -> DataError:
     first = dict(zip(reversed(kinds), reversed(files), strict=True))
     counts = Counter(kinds).most_common(MAX_NAMED)
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
-    above = path.parent if path.name else path.resolve().parent
-    is_part = above.name.lower() in OF_SPLITS  # images/train
-    if is_part and not _has_labels(above) and has_usual_labels(above.parent):
-        hint = f"did you mean the dataset's folder, --data {quoted_folder(above.parent)}?"
+    above = path.parent if path.name and path.parent.name else path.resolve().parent
+    whole, is_part = above.parent, above.name.lower() in OF_SPLITS  # images/train
+    is_part = is_part and (has_usual_labels(whole) or _has_labels_of(path, whole, files))
+    if is_part and not _has_labels(above):
+        hint = f"did you mean the dataset's folder, --data {quoted_folder(whole)}?"
     elif _has_labels(above) or _has_labels_of(path, above, files):
         if not any(recognized(above)) and any(recognized(above.parent)):  # of train/images
             above = above.parent

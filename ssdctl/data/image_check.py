@@ -273,8 +273,9 @@ def require_image_files(images: Annotations, split: str, sizes: list[int | None]
     missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         hint = f"copy them there, or remove them from {images.origin}"
-        if len(missing) == len(sizes) and images.folder.name in ANNOTATION_FOLDERS:
-            above = quoted_folder(images.folder.parent)
+        folder = images.folder if images.folder.name else images.folder.absolute()
+        if len(missing) == len(sizes) and folder.name in ANNOTATION_FOLDERS:
+            above = quoted_folder(folder.parent)
             hint = f"did you mean the folder above, --data {above}? Otherwise {hint}"
         raise DataError(
             f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
