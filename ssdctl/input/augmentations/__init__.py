@@ -170,7 +170,7 @@ def _is_right(view: object, before: View) -> bool:
         [array.shape for array in arrays] == [*shapes, (count, 4)][: len(arrays)]
         and kinds == "ffiibf"[: len(arrays)]
         and all(bool(np.isfinite(array).all()) for array in arrays)
-        and bool((rect[:, 2:] > rect[:, :2]).all())
+        and bool((rect[:, 2:] > np.maximum(rect[:, :2], 0)).all() and (rect[:, :2] < 1).all())
         and _are_boxes(view.boxes, before.boxes)
         and (jitter is None or jitter.dtype == np.float32)
     )
