@@ -116,7 +116,7 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
         names = [Value(name, name) for name in setting.choices]
         return st.sampled_from([*names, Value("?", INVALID)])
     if kind.pattern is None:
-        is_text = is_regex if setting.path == "train.group" else bool
+        is_text = is_regex if setting.name == "group" else bool
         return PLAIN.map(lambda text: Value(text, text if is_text(text) else INVALID))
     # "0" and "0,0" switch off what other programs switch off so.
     matching = st.from_regex(re.compile(kind.pattern, re.ASCII), fullmatch=True)
