@@ -154,7 +154,7 @@ def check_train(
             return notices
         from ssdctl.training.setup import planned_config  # late: torch takes seconds
 
-        config = planned_config(config)
+        config = planned_config(with_absolute_paths(config))
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
         ranks = Ranks(0, count, 0)
         if has_run:

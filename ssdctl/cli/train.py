@@ -9,6 +9,7 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, aligned
+from ssdctl.data.store_folder import with_absolute_paths
 from ssdctl.distributed import Ranks, find_ranks, require_port
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.errors import DataError, SsdctlError, Stopped
@@ -134,7 +135,7 @@ def _show_plan(call: Call) -> None:
     if call.config.train.init is not None:
         from ssdctl.training.setup import planned_config  # late: torch takes seconds
 
-        call = call._replace(config=planned_config(call.config))
+        call = call._replace(config=planned_config(with_absolute_paths(call.config)))
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
@@ -171,8 +172,6 @@ def plan_and_check(
 
 def _plan(call: Call, device: DeviceType, size: DatasetSize) -> tuple[Plan, int]:
     """Plan for the device; for any device if only the precision is chosen."""
-    from ssdctl.data.store_folder import with_absolute_paths
-
     config = with_absolute_paths(call.config)
     device.choose_execution(config.train.execution)
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
