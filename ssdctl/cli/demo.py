@@ -218,7 +218,7 @@ def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
     """Write up to four images as one, two in a row."""
     from PIL import Image, ImageOps
 
-    from ssdctl.files import atomic_write
+    from ssdctl.data.drawing import write_image
 
     cells = []
     for image in images:
@@ -230,8 +230,7 @@ def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
     for number, cell in enumerate(cells):
         row, column = divmod(number, 2)
         sheet.paste(cell, (column * width, row * height))
-    with atomic_write(path) as file:
-        sheet.save(file, "PNG")
+    write_image(sheet, path, "PNG")
 
 
 def _print_result(

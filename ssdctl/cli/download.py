@@ -102,6 +102,7 @@ def _files(config: DownloadConfig) -> list[PinnedFile]:
 
 def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) -> None:
     from ssdctl.download.dataset import download, list_files, needed_bytes
+    from ssdctl.download.fetch import check_space
 
     config = call.config.download
     rows = list_files(files, dest, config.mirror)
@@ -115,6 +116,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
         lines.append(f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free")
         data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
         call.console.result(data, "\n".join(lines))
+        check_space(dest, needed, "the download")
         return
     missing = [row["name"] for row in rows if row["state"] == "missing"]
     with fetching(call.console, missing) as progress:

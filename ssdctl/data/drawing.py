@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from ssdctl.config.call import whole_number
-from ssdctl.errors import UsageError
-from ssdctl.files import atomic_write, has_content, refuse_other_file
+from ssdctl.errors import DataError, UsageError
+from ssdctl.files import has_content, refuse_other_file, write_bytes
 
 # Okabe and Ito's palette, also for color-blind readers, then the colors farthest from all before
 # them, in CIELAB and as color-blind readers see them.
@@ -136,6 +137,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
     Raises:
         UsageError: The suffix is none of `DRAWN_FORMATS`.
+        DataError: The format has no images of that size.
         DiskError: The file cannot be written.
     """
     kind = DRAWN_FORMATS.get(path.suffix.lower())
@@ -143,8 +145,22 @@ def save_image(image: Image.Image, path: Path) -> None:
         raise UsageError(f"{path}: give a name that ends in {', '.join(DRAWN_FORMATS)}")
     exif = Image.Exif()
     exif[SOFTWARE] = MARK
-    with atomic_write(path) as file:
-        image.save(file, kind, exif=exif, **SAVE_OPTIONS[kind])
+    try:
+        write_image(image, path, kind, exif=exif, **SAVE_OPTIONS[kind])
+    except (OSError, ValueError) as error:
+        width, height = image.size
+        problem = f"{path}: {width} x {height} pixels cannot be written as {kind}: {error}"
+        raise DataError(problem, hint="name a file of another format") from None
+
+
+def write_image(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
+    """Write an image atomically.
+
+    It is encoded first: Pillow does not notice that the last block of a file was written in part.
+    """
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    write_bytes(path, buffer.getvalue())
 
 
 def require_drawn(path: Path, option: str) -> None:

@@ -43,6 +43,7 @@ from ssdctl.data.prepare import prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import (
     changes,
+    has_dataset,
     is_prepared,
     last_store,
     other_dataset,
@@ -173,7 +174,8 @@ def open_dataset(
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    require_root(root)
+    if not has_dataset(root, folder):
+        require_root(root)
     changed = _changes(root, folder)
     if changed:
         log.info("indexing %s again, as `%s` does", root, again_command(root, folder))
@@ -294,7 +296,8 @@ def count_images(
     Raises:
         DataError: As `open_dataset`, if a store was made.
     """
-    require_root(root)
+    if not has_dataset(root, folder):
+        require_root(root)
     changed = _changes(root, folder)
     if changed == []:
         splits = open_splits(root, folder)
@@ -366,7 +369,8 @@ def annotations_of(
 
     Nothing is written. `options`: see `open_dataset`.
     """
-    require_root(root)
+    if not has_dataset(root, folder):
+        require_root(root)
     if not is_prepared(root, folder):
         return _read_as_last_time(root, folder, options)
     return {

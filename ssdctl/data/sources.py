@@ -325,6 +325,15 @@ def is_prepared(root: Path, folder: Path) -> bool:
     return made is not None and not changes(root, folder, made)
 
 
+def has_dataset(root: Path, store: Path) -> bool:
+    """Return whether a dataset is there, or all its images in a store, which suffices."""
+    made = None if root.exists() else index.read_made(store)
+    if made is None or os.path.realpath(made.root) != os.path.realpath(root):
+        return root.exists()
+    paths = [index.index_path(store, split) for split in made.splits]
+    return all(index.require_metadata(path).packed for path in paths)
+
+
 def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     """Return what changed since a store was made, as messages; empty if nothing did.
 

@@ -212,10 +212,10 @@ def missing_bytes(target: Path, num_bytes: int) -> int:
 
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raise DiskError unless `needed` bytes and a reserve are free, before the first byte."""
-    free = free_bytes(folder.absolute())
-    if needed and free < needed + SPARE_BYTES:
+    free, least = free_bytes(folder.absolute()), needed + SPARE_BYTES
+    if needed and free < least:
         raise DiskError(
-            f"{what} needs {needed / 1e9:,.2f} GB more in {folder}, {free / 1e9:,.2f} GB are free",
+            f"{what} needs {least / 1e9:,.3f} GB more in {folder}, {free / 1e9:,.3f} GB are free",
             hint="free some space or choose another folder (--dest; TORCH_HOME for weights)",
         )
 

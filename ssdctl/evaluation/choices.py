@@ -27,7 +27,7 @@ from ssdctl.data.annotations import (
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.index import again_command, image_contents, read_made
 from ssdctl.data.open_dataset import fold_rows, without_images
-from ssdctl.data.sources import is_prepared
+from ssdctl.data.sources import has_dataset, is_prepared
 from ssdctl.data.store_folder import dataset_folders, real_path
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import run_of
@@ -52,26 +52,40 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
         return data
     if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
-    root, folder = dataset_folders(trained_on(checkpoint))
-    fallback = dataset_folders(data)
-    if root.exists():
-        # A checkpoint is an untrusted file: only the user chooses folders that are written to.
-        is_chosen = [*map(real_path, (root, folder))] == [*map(real_path, fallback)]
-        if not (is_chosen or is_prepared(root, folder)):
-            state = "has no store" if read_made(folder) is None else "changed since it was prepared"
-            raise DataError(
-                f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"{again_command(root, folder)}, or name another one: --data DIR",
-            )
-        return trained_on(checkpoint)
-    text = "the dataset of %s (%s) does not exist any more: using %s"
-    log.info(text, checkpoint.path, root, fallback[0])
-    return data
+    own, fallback = trained_on(checkpoint), dataset_folders(data)
+    root, folder = dataset_folders(own)
+    if own.root and not has_dataset(root, folder):
+        problem = f"{checkpoint.path} was trained on {root}, which is not there any more"
+        if not config.is_chosen("data.root"):
+            raise DataError(problem, hint="name its folder now, or another dataset: --data DIR")
+        log.warning("%s: using %s, of %s", problem, fallback[0], config.sources["data.root"])
+        return data
+    # A checkpoint is an untrusted file: only the user chooses folders that are written to.
+    is_chosen = [*map(real_path, (root, folder))] == [*map(real_path, fallback)]
+    if not (is_chosen or is_prepared(root, folder)):
+        state = "has no store" if read_made(folder) is None else "changed since it was prepared"
+        raise DataError(
+            f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
+            hint=f"{again_command(root, folder)}, or name another one: --data DIR",
+        )
+    return own
 
 
 def trained_on(checkpoint: ModelFile) -> DataConfig:
-    """Return the dataset that a checkpoint's run trained on; the default one if unknown."""
-    settings = checkpoint.run_settings or {}
+    """Return the dataset that a checkpoint's run trained on; the default one if unknown.
+
+    If it is gone, as after a move, it is the one with which the run was continued.
+    """
+    own, run = _data_of(checkpoint.run_settings or {}), run_of(checkpoint.path)
+    if own.root and run.checkpoints == checkpoint.path.absolute().parent:
+        with contextlib.suppress(SsdctlError):
+            last = _data_of(Run(run.path).settings)
+            if last.root and not has_dataset(*dataset_folders(own)):
+                return last
+    return own
+
+
+def _data_of(settings: Mapping[str, Any]) -> DataConfig:
     return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 

@@ -28,7 +28,7 @@ from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.formats import coco
 from ssdctl.data.index import index_path, last_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of, fold_rows, without_division
-from ssdctl.data.sources import is_prepared
+from ssdctl.data.sources import has_dataset, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
@@ -203,7 +203,7 @@ def _with_data_of(checkpoints: Sequence[ModelFile], config: Config) -> Config:
     """
     first, *others = checkpoints
     own = ((c, trained_on(c)) for c in (first, *(others if config.data.root is None else ())))
-    has_data = (c for c, data in own if data.root and dataset_folders(data)[0].exists())
+    has_data = (c for c, data in own if data.root and has_dataset(*dataset_folders(data)))
     chosen = next(has_data, first)
     data = choose_data(chosen, config)
     if chosen is not first:

@@ -26,7 +26,7 @@ from ssdctl.checkpoint.exported import describe_network
 from ssdctl.checkpoint.format import Checkpoint, NetworkWeights
 from ssdctl.config.render import toml_value
 from ssdctl.config.resolve import preset_overrides
-from ssdctl.data.drawing import one_line
+from ssdctl.data.drawing import one_line, write_image
 from ssdctl.data.image_files import files_below
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
@@ -45,7 +45,7 @@ from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.exporting import safetensors_bytes
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
 from ssdctl.exporting.graphs import onnx_model, require_onnx
-from ssdctl.files import atomic_write, write_bytes, write_text
+from ssdctl.files import write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
@@ -219,8 +219,7 @@ def _draw(
             names.append(SAMPLE.format(len(names) + 1))
             image = found.plot()
             image.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
-            with atomic_write(folder / names[-1]) as file:
-                image.save(file, "JPEG", quality=85)
+            write_image(image, folder / names[-1], "JPEG", quality=85)
         if len(names) == count:
             break
     return names

@@ -17,6 +17,7 @@ their image, are only in results.json and detections.json.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ from ssdctl.inference.sources import ImageSource
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import counted
 
+log = logging.getLogger(__name__)
 RESULTS = "detections.json"
 # The beginning of detections.json and detections.jsonl.
 RECORDS = r'\s*\[?\s*(\]|\{\s*"image":)'
@@ -77,6 +79,17 @@ class Writer:
                     f"{path}: exists already; a dataset there may have been corrected",
                     hint="choose another --out, or remove it",
                 )
+
+    def own_file(self, name: str) -> Path:
+        """Return the path of a file; another one if another call wrote it in the meantime."""
+        path, number = self.folder / name, 1
+        target = path
+        while target.exists():
+            number += 1
+            target = path.with_stem(f"{path.stem}-{number}")
+        if target != path:
+            log.warning("%s is of another call: the file of this one is %s", path, target)
+        return target
 
     def add(self, source: ImageSource, result: Result) -> None:
         raise NotImplementedError
@@ -125,10 +138,10 @@ class CocoWriter(Writer):
         objects = [entry for _, entries in self.entries for entry in entries]
         classes = [(label if c.id is None else c.id, c.name) for label, c in self.classes.items()]
         document = coco_document((image for image, _ in self.entries), classes, objects)
-        _write_json(self.folder / "coco.json", document)
-        _write_json(self.folder / "results.json", self._results)
-        counts = f"{len(self.entries)} images and {len(objects)} boxes"
-        return f"{counts} in {self.folder / 'coco.json'}"
+        target = self.own_file("coco.json")
+        _write_json(target, document)
+        _write_json(self.own_file("results.json"), self._results)
+        return f"{len(self.entries)} images and {len(objects)} boxes in {target}"
 
 
 class YoloWriter(Writer):
@@ -225,16 +238,17 @@ class LabelStudioWriter(Writer):
         folders = [_folder(s) for s, _ in self.entries if not s.url]
         root = Path(os.path.commonpath(folders)).parent if folders else None
         tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self.entries]
-        _write_json(self.folder / "tasks.json", tasks)
+        target = self.own_file("tasks.json")
+        _write_json(target, tasks)
         labels = "".join(f"    <Label value={quoteattr(t)}/>\n" for t in self._texts.values())
         write_text(
-            self.folder / "labels.xml",
+            self.own_file("labels.xml"),
             '<View>\n  <Image name="image" value="$image"/>\n'
             f'  <RectangleLabels name="label" toName="image">\n{labels}  </RectangleLabels>\n'
             "</View>\n",
         )
         serve = "" if root is None else f"; LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={root} serves it"
-        return f"{len(tasks)} tasks in {self.folder / 'tasks.json'}{serve}"
+        return f"{len(tasks)} tasks in {target}{serve}"
 
 
 WRITERS: dict[SaveFormat, type[Writer]] = {

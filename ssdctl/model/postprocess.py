@@ -29,6 +29,7 @@ from ssdctl.model.backbones import RESNET, ModelConstants
 DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
 TILES_PER_PASS = 8
 DETECTIONS_PER_IMAGE = 200
+MANY_BOXES = 3000  # candidates of an image
 CUT_MARGIN = 0.01  # a box this near to the window's edge touches it, as a fraction of the side
 CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 # Boxes (left, top, right, bottom) in pixels of the image, scores and labels.
@@ -175,7 +176,16 @@ def batched_nms(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, nms_iou: f
     A box with an IoU over `nms_iou` with a better box of its class is dropped. Scores are compared
     in fp64.
     """
-    return _nms_kernel()(_offset_by_class(boxes_K4, labels_K), scores_K.double(), nms_iou)
+    nms, boxes, scores = _nms_kernel(), _offset_by_class(boxes_K4, labels_K), scores_K.double()
+    if len(boxes) < MANY_BOXES:
+        return nms(boxes, scores, nms_iou)
+    # The kernel's time grows with the square of the number of boxes: one class at a time.
+    keep = torch.zeros(len(boxes), dtype=torch.bool)
+    for label in labels_K.unique():
+        rows = (labels_K == label).nonzero().squeeze(1)
+        keep[rows[nms(boxes[rows], scores[rows], nms_iou)]] = True
+    order = scores.argsort(descending=True, stable=True)
+    return order[keep[order]]
 
 
 def nms_static(boxes_BCK4: Tensor, keep_BCK: Tensor, nms_iou: float) -> Tensor:

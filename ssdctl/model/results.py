@@ -186,7 +186,7 @@ class Result:
 
         Raises:
             UsageError: The suffix is another one.
-            DataError: The image no longer exists.
+            DataError: The image no longer exists, or is too large for the format.
             DiskError: The file cannot be written.
         """
         save_image(self.plot(line_width=line_width, labels=labels, scores=scores), Path(path))

@@ -226,7 +226,7 @@ class Plan:
                 f"does nothing with --augment {config.augment}",
                 LEAVE_IT_OUT,
             )
-        if not (self.background or config.fake_data):
+        if not self.background:
             reason = "does nothing: the run has no images without objects"
             yield (
                 ["train.background_negatives"],
@@ -316,8 +316,8 @@ def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...
     augmentations.load(config.train.augment)
     if (log := config.train.mllog) is not None and Path(log).is_dir():
         raise UsageError(f"--mllog {log}: a folder", hint="name a file in it")
-    if config.is_chosen("train.warmup"):
-        check_warmup(config.train)
+    if config.is_chosen("train.preset") and config.is_chosen("train.warmup"):
+        _check_warmup(config.train)  # else a rule may choose the epochs
     requested, key = config.train.precision, "train.precision"
     if device is None or requested == "auto" or requested in device.precisions:
         return ()
@@ -448,6 +448,8 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
         )
     for idle in plan.idle_settings():
         plan.config.require_not_given(*idle)
+    if plan.config.is_chosen("train.warmup"):
+        _check_warmup(config)
     _check_warmup_steps(plan)
     _check_batch_norm(plan)
 
@@ -504,8 +506,8 @@ def split_duration(text: str) -> tuple[float, str]:
     return float(text), "ep"
 
 
-def check_warmup(config: TrainConfig) -> None:
-    """Check a warm-up that the user chose, whatever the dataset is.
+def _check_warmup(config: TrainConfig) -> None:
+    """Check a warm-up that the user chose, whatever the number of images is.
 
     Raises:
         UsageError: It is longer than the recipe; or it has no unit and, as epochs, ends after a

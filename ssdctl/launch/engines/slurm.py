@@ -196,23 +196,23 @@ class Slurm(BatchEngine):
         if any(option.startswith(("--array", "-a")) for option in self.settings.options):
             text = "%s is an array of jobs: only its first one to end is followed"
             log.warning(text, job_id)
-        position, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+        tails = dict[str, _Tail]()
         while True:
             line = query("scontrol", "show", "job", "--oneliner", *_named(job_id)).strip()
             # NAME=VALUE fields, separated by blanks; values may contain blanks.
             pairs = re.findall(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line)
             fields = {"StdOut": "", "JobState": "", "ExitCode": "", **dict(pairs)}
-            content = _read_new(Path(fields["StdOut"]), position)
-            position += len(content)
             state = fields["JobState"]
-            # A character may be written in two parts.
-            if text := decoder.decode(content, final=ENDED.match(state) is not None):
-                write(text)
+            for path in {fields["StdOut"]: None, fields.get("StdErr", fields["StdOut"]): None}:
+                tail = tails.setdefault(path, _Tail(Path(path)))
+                if text := tail.read(is_last=ENDED.match(state) is not None):
+                    write(text)
             if ENDED.match(state):
                 break
             time.sleep(POLL_S)
-        if not Path(fields["StdOut"]).is_file():
-            log.warning("the output of %s cannot be read here: %s", job_id, fields["StdOut"])
+        for path in tails:
+            if not Path(path).is_file():
+                log.warning("the output of %s cannot be read here: %s", job_id, path)
         if state == "COMPLETED":
             return 0
         if state.startswith("CANCELLED"):
@@ -253,10 +253,20 @@ def _named(job_id: str) -> list[str]:
     return [*(["-M", cluster] if cluster else []), number]
 
 
-def _read_new(path: Path, position: int) -> bytes:
-    """Return the content of a file after `position` bytes; empty if it cannot be read."""
-    # A NUL in the path is a ValueError.
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        file.seek(position)
-        return file.read()
-    return b""
+class _Tail:
+    """What a job writes into one of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self, *, is_last: bool) -> str:
+        """Return what was written since the last call; nothing if the file cannot be read."""
+        content = b""
+        # A NUL in the path is a ValueError.
+        with contextlib.suppress(OSError, ValueError), self._path.open("rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        self._position += len(content)
+        # A character may be written in two parts.
+        return self._decoder.decode(content, final=is_last)
