@@ -316,8 +316,8 @@ def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...
     augmentations.load(config.train.augment)
     if (log := config.train.mllog) is not None and Path(log).is_dir():
         raise UsageError(f"--mllog {log}: a folder", hint="name a file in it")
-    if config.is_chosen("train.preset") and config.is_chosen("train.warmup"):
-        _check_warmup(config.train)  # else a rule may choose the epochs
+    if config.is_chosen("train.warmup"):
+        _check_unit_of_warmup(config.train)
     requested, key = config.train.precision, "train.precision"
     if device is None or requested == "auto" or requested in device.precisions:
         return ()
@@ -448,8 +448,6 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
         )
     for idle in plan.idle_settings():
         plan.config.require_not_given(*idle)
-    if plan.config.is_chosen("train.warmup"):
-        _check_warmup(config)
     _check_warmup_steps(plan)
     _check_batch_norm(plan)
 
@@ -506,21 +504,15 @@ def split_duration(text: str) -> tuple[float, str]:
     return float(text), "ep"
 
 
-def _check_warmup(config: TrainConfig) -> None:
-    """Check a warm-up that the user chose, whatever the number of images is.
+def _check_unit_of_warmup(config: TrainConfig) -> None:
+    """Refuse a warm-up that may be in iterations, as other programs count it.
 
     Raises:
-        UsageError: It is longer than the recipe; or it has no unit and, as epochs, ends after a
-            decay: other programs count iterations.
+        UsageError: It has no unit and, as epochs, ends after the recipe's decay.
     """
-    value, unit = split_duration(config.warmup)
-    steps = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
-    if unit == "ep" and value > config.epochs:
-        hint = steps if value.is_integer() else "give it in steps, as in --warmup 300st"
-        raise UsageError(f"a warm-up of {value:g} epochs: the run has {config.epochs}", hint=hint)
-    decay = min(config.decay_epochs, default=value)
-    if config.warmup.isdecimal() and value > decay:
+    text = config.warmup
+    if text.isdecimal() and int(text) > min(config.decay_epochs, default=int(text)):
         raise UsageError(
-            f"a warm-up of {value:g} epochs ends after the decay at epoch {decay:g}",
-            hint=f"{steps}; --warmup {value:.0f}ep if they are epochs",
+            f"--warmup {text}: epochs, or iterations, as in NVIDIA's program?",
+            hint=f"--warmup {text}st if they are iterations; --warmup {text}ep if epochs",
         )
