@@ -265,3 +265,8 @@ def test_folders_named_by_a_checkpoint_are_only_read(tmp_path: Path) -> None:
     # A store of the user's choosing is written.
     chosen = ssdctl.configure(data={"store": own})
     assert choose_data(remembered(root, store), chosen).store == str(own)
+    # No other dataset is scored in place of one that is gone, unless the user names it.
+    gone = remembered(tmp_path / "gone", None)
+    with pytest.raises(DataError, match="gone, which is not there"):
+        choose_data(gone, ssdctl.configure())
+    assert choose_data(gone, ssdctl.configure(own_file)).root == str(root)

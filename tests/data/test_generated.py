@@ -465,6 +465,8 @@ def check_other_places(world: World, tree: Tree, store: Path) -> None:
         assert world.packed or split.location(0).startswith(f"{copied}{os.sep}")
     shutil.copytree(store, tree.root.with_name("of copied"))
     tree.root.rename(moved)
+    if world.packed:
+        assert open_dataset(tree.data, store), "the store has all images"
     for file in tree.files:
         if file.suffix in (".txt", ".xml"):
             with (moved / file.relative_to(tree.root)).open("a") as label_file:

@@ -50,8 +50,3 @@ def test_polars(document: dict[str, Any]) -> None:
     most = run_example("polars")["most"]
     assert most["boxes"][0] == max(map(ids.count, ids))
     assert most["boxes"].sum() == len(ids)
-
-
-def test_duckdb(document: dict[str, Any]) -> None:
-    with_boxes = {a["image_id"] for a in document["annotations"]}
-    assert run_example("duckdb")["empty"] == len(document["images"]) - len(with_boxes)

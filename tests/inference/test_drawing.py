@@ -1,13 +1,17 @@
 """Boxes and labels on images: their colors, places and sizes."""
 
+import resource
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
 
-from ssdctl.data.drawing import class_color, draw
+from ssdctl.data.drawing import class_color, draw, save_image
+from ssdctl.errors import DiskError
 
 BOX_ONLY: dict[str, Any] = {"names": None, "scores": None}
 
@@ -47,3 +51,14 @@ def test_any_box_on_any_image(size: tuple[int, int], corners: list[tuple[float, 
         for n, (a, b, c, d) in enumerate(corners)
     ]
     assert drawn(size, boxes).size == size
+
+
+def test_an_image_that_the_system_writes_in_part_is_an_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+    try:
+        with pytest.raises(DiskError):
+            save_image(Image.effect_noise((120, 120), 90), tmp_path / "a.jpg")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())

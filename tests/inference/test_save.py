@@ -64,6 +64,15 @@ def save(format_: SaveFormat, results: Results) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("format_", ["coco", "labelstudio"])
+def test_files_of_another_call_are_kept(format_: SaveFormat, results: Results) -> None:
+    slow = WRITERS[format_](Path("out"), {1: CLASSES[0], 3: CLASSES[2]})
+    files = {path: path.read_bytes() for path in save(format_, results).iterdir()}
+    slow.add(*results[0])
+    assert "-2.json" in slow.close()
+    assert files == {path: path.read_bytes() for path in files}
+
+
 def test_coco(results: Results) -> None:
     folder = save("coco", results)
     dataset = json.loads((folder / "coco.json").read_text())

@@ -1,5 +1,7 @@
 """From predictions to detections: against the plain loop, and in the static shapes of accelerators."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import reference
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.model import postprocess
 from ssdctl.model.backbones import RESNET, ModelConstants
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, detect, detect_static
 
@@ -124,12 +127,14 @@ def test_one_exploded_box_does_not_touch_the_others() -> None:
     num_classes=st.sampled_from([2, 6]),
     threshold=st.sampled_from([0.05, 0.3, 0.999]),
     nms_iou=st.sampled_from([0.2, 0.5, 0.8]),
+    many=st.sampled_from([0, 3000]),  # boxes from which classes are suppressed one by one
 )
 def test_static_shapes_equal_the_ragged_way(
-    seed: int, num_boxes: int, num_classes: int, threshold: float, nms_iou: float
+    seed: int, num_boxes: int, num_classes: int, threshold: float, nms_iou: float, many: int
 ) -> None:
     outputs = predictions(seed, num_classes, num_boxes, 2.0, batch_size=2)
-    ragged = run(*outputs, threshold, nms_iou)
+    with patch.object(postprocess, "MANY_BOXES", many):
+        ragged = run(*outputs, threshold, nms_iou)
     boxes, scores, labels = detect_static(*boxes_and_scores(*outputs), rules(threshold, nms_iou))
     for i, actual in enumerate(ragged):
         count = int((labels[i] > 0).sum())

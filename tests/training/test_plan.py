@@ -297,6 +297,7 @@ def test_warmup_longer_than_the_recipe_is_refused() -> None:
     with pytest.raises(UsageError, match=r"18322") as caught:
         plan_of(train_settings(epochs=1, warmup="18322st"))
     assert "st" in (caught.value.hint or "")
+    assert plan_of(settings(train__warmup="66ep"), FEW).total_steps > 0  # of 65 before the rule
 
 
 def test_durations() -> None:
