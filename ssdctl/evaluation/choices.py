@@ -33,7 +33,7 @@ from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runs.folder import run_of
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import counted, listed
+from ssdctl.runtime.safe_text import counted, listed, quoted_folder
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import ModelFile
@@ -57,7 +57,10 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     if own.root and not has_dataset(root, folder):
         problem = f"{checkpoint.path} was trained on {root}, which is not there any more"
         if not config.is_chosen("data.root"):
-            raise DataError(problem, hint="name its folder now, or another dataset: --data DIR")
+            named = quoted_folder(fallback[0]) if fallback[0].exists() else "DIR"
+            raise DataError(
+                problem, hint=f"name its folder now, or another dataset: --data {named}"
+            )
         log.warning("%s: using %s, of %s", problem, fallback[0], config.sources["data.root"])
         return data
     # A checkpoint is an untrusted file: only the user chooses folders that are written to.

@@ -66,8 +66,9 @@ def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -
     moved = changed(checkpoint, "data.root", "/nowhere/coco")
     Path("data").mkdir()
     Path("data/coco").symlink_to(shapes)
-    result = cli("evaluate", moved, "--json", "--device", "cpu", "--limit", 2)
-    result.expect(0, "/nowhere/coco", "using data/coco")
+    options = ("--device", "cpu", "--limit", 2)
+    cli("evaluate", moved, *options).expect(3, "/nowhere/coco", "--data data/coco")
+    cli("evaluate", moved, *options, "--data", "data/coco").expect(0)
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
