@@ -32,7 +32,6 @@ MISTAKES = [
     ("download --dest data --verify --dry-run", 2, "--dry-run"),
     ("download --dest data --images 4 --dry-run", 2, "--images is for --dataset shapes"),
     ("download --dest data --dataset shapes --mirror http://m.org", 2, "--mirror does not apply"),
-    ("download --dest s3://bucket/coco", 2, "s3://bucket/coco"),
     # Typing errors, and options of other programs: see test_command_lines.py, test_docs.py.
     ("config shw", 2, "'show'"),
     ("--install-completion zsh", 2, "--install-completion takes no argument"),
