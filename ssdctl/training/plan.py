@@ -377,7 +377,8 @@ def with_network(config: Config, network: Network) -> Config:
                 f"network with {value}",
                 hint=f"--backbone {network.backbone} --extra-norm {network.extra_norm}",
             )
-    if (tiling := tiling_of(config, network.tiling)) is None:
+    tiling = network.tiling and tiling_of(config, network.tiling)
+    if tiling is None:
         return config
     for path, value in (("data.tile", tiling.size), ("data.tile_overlap", tiling.overlap)):
         if not config.is_chosen(path):
