@@ -21,13 +21,13 @@ from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.cli.train import plan_and_check
-from ssdctl.config import Config
+from ssdctl.config import Config, TrainConfig
 from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import FILES_VARIABLE, parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
-from ssdctl.data.sources import is_prepared
+from ssdctl.data.sources import has_dataset, is_prepared
 from ssdctl.data.store_folder import dataset_folders, with_absolute_paths
 from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed import Ranks
@@ -108,16 +108,27 @@ def configure_launch(
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
         has_data = not engine.runs_elsewhere and device != "xla"
-        # Ranks that start now check at once what they continue from; files of a queued job may be
-        # written by the job before it.
-        train, is_queued = call.config.train, issubclass(engine, BatchEngine)
-        files = [f for f in (train.init, train.resume) if f not in (None, "auto", "never")]
-        has_files = all(Path(str(file)).exists() for file in files)
-        has_run = not is_written and (is_dry_run or (is_queued and has_files))
-        checked = check_train(call.config, device, count, has_data=has_data, has_run=has_run)
-        for notice in checked:
+        has_run, has_init = _files_to_check(call.config.train, request, engine)
+        known = {"has_data": has_data, "has_run": has_run, "has_init": has_init}
+        for notice in check_train(call.config, device, count, **known):
             call.console.warning(notice)
     return engine.configure(call.config, request), request
+
+
+def _files_to_check(
+    train: TrainConfig, request: LaunchRequest, engine: type[Engine]
+) -> tuple[bool, bool]:
+    """Return whether to read the run, and the checkpoint of `--init`, before the ranks do.
+
+    Ranks that start now check at once what they continue from; files of a queued job may be
+    written by the job before it.
+    """
+    is_queued, init = issubclass(engine, BatchEngine), Path(str(train.init))
+    files = [f for f in (train.init, train.resume) if f not in (None, "auto", "never")]
+    has_files = all(Path(str(file)).exists() for file in files)
+    has_run = not request.is_written and (request.is_dry_run or (is_queued and has_files))
+    has_init = has_run or ((request.is_written or is_queued) and init.exists())
+    return has_run, has_init and train.init is not None
 
 
 def _tpu_device(call: Call) -> str:
@@ -128,13 +139,14 @@ def _tpu_device(call: Call) -> str:
 
 
 def check_train(
-    config: Config, device_name: str, count: int, *, has_data: bool, has_run: bool
+    config: Config, device_name: str, count: int, *, has_data: bool, has_run: bool, has_init: bool
 ) -> tuple[str, ...]:
     """Check that the ranks will accept the settings of `train`; return notices of replaced ones.
 
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
-        has_run: Whether to read the run folder and `--init`, too, if the dataset is prepared here.
+        has_run: Whether to read the run folder, too, if the dataset is prepared here.
+        has_init: Whether to read the checkpoint of `--init`.
     """
     device = device_type(device_name)
     if has_data:  # in pods, which have other packages, the ranks report it
@@ -149,13 +161,13 @@ def check_train(
     weights = config.model.weights_name
     if weights is not None and not Path(weights).exists() and re.fullmatch(r"[\w-]+", weights):
         weights_named(weights)  # not a file elsewhere
-    if config.train.init is not None:
-        if not has_run:  # its network and tiles are not known
-            return notices
+    if has_init:
         from ssdctl.training.setup import planned_config  # late: torch takes seconds
 
         config = planned_config(with_absolute_paths(config))
-    if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
+    has_tiles = has_init or config.train.init is None or bool(config.data.tile)
+    size = _count_images(config, has_tiles) if has_data else None
+    if config.train.batch_size != "auto" and size:
         ranks = Ranks(0, count, 0)
         if has_run:
             plan_and_check(with_absolute_paths(config), device, ranks, size)
@@ -164,13 +176,14 @@ def check_train(
     return notices
 
 
-def _count_images(config: Config) -> DatasetSize | None:
+def _count_images(config: Config, has_tiles: bool) -> DatasetSize | None:
     root, folder = dataset_folders(config.data)
+    tiling = tiling_of(config) if has_tiles else None
     try:
-        if not root.exists() or not is_prepared(root, folder):
+        if not has_dataset(root, folder) or not is_prepared(root, folder):
             return None
         folds = config.train.fold, config.train.group
-        size = count_images(root, folder, tiling_of(config), *folds, config.prepare)
+        size = count_images(root, folder, tiling, *folds, config.prepare)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None

@@ -225,11 +225,12 @@ def _as_evaluated(size: DatasetSize, plan: Plan) -> DatasetSize:
 
 def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize, step: int) -> None:
     from ssdctl.data.dataset import warning_without_validation
+    from ssdctl.data.sources import has_dataset
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.training import description
 
-    if not size.validation and root.exists() and not plan.config.train.fake_data:
-        folders = dataset_folders(call.config.data)
+    folders = dataset_folders(call.config.data)
+    if not size.validation and has_dataset(*folders) and not plan.config.train.fake_data:
         num_images = size.trainable + (size.background or 0)
         call.console.warning(warning_without_validation(*folders, num_images))
     for warning in (*size.warnings, *description.warnings_of_unreached(plan, step)):

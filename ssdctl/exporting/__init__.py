@@ -84,7 +84,8 @@ def export_checkpoint(
     _check_suffix(request)
     source = _find_source(checkpoint, request.format, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.evaluation.choices import choose_data
+    from ssdctl.data.sources import has_dataset
+    from ssdctl.evaluation.choices import choose_data, trained_on
     from ssdctl.exporting import graphs, int8
     from ssdctl.exporting.deployed import Deployment
 
@@ -98,7 +99,9 @@ def export_checkpoint(
         return result
     thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
-    data = choose_data(content, config)
+    data = config.data  # without images, a graph is compared on generated ones
+    if request.int8 or has_dataset(*dataset_folders(trained_on(content))):
+        data = choose_data(content, config)
     result |= {"nms": outputs, "batch": request.batch or "dynamic"}
     if not request.int8:
         folders = dataset_folders(data)

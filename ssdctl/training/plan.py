@@ -277,7 +277,7 @@ def make_plan(
             `largest_batch`, or one image for batch norm; the warm-up is longer than the run;
             --background without an image for it.
     """
-    config = _unfitted(config)
+    config = unfitted(config, has_init=config.train.init is not None)
     out, notices = run_dir(config).path, check_settings(config, device)
     config = _with_precision(config, device, before)
     share = _background_share(config, dataset)
@@ -298,14 +298,15 @@ def make_plan(
     return plan
 
 
-def _unfitted(config: Config) -> Config:
+def unfitted(config: Config, *, has_init: bool = False) -> Config:
     """Return the config without what a rule chose for the run whose config file was read.
 
-    The network of `--init` is this run's: see `with_network`.
+    Args:
+        has_init: The network of `--init` is this run's: see `with_network`.
     """
     recipe = {override.path: override for override in preset_overrides(config.train.preset)}
     for path, source in config.sources.items():
-        if source.kind is Kind.RULE and (source != INIT or config.train.init is None):
+        if source.kind is Kind.RULE and not (has_init and source == INIT):
             plain = recipe.get(path, Override(path, all_settings()[path].default, DEFAULT))
             config = config.with_value(path, plain.value, plain.source)
     return config
@@ -367,6 +368,7 @@ def with_network(config: Config, network: Network) -> Config:
     Raises:
         UsageError: The user, or a named preset, chose another network.
     """
+    config = unfitted(config)
     for path in ("model.backbone", "model.extra_norm"):
         value = getattr(network, path.partition(".")[2])
         if not config.is_chosen(path, "train.preset"):

@@ -59,7 +59,7 @@ from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
-from ssdctl.training.plan import Network, Plan, check_settings, with_network
+from ssdctl.training.plan import Network, Plan, check_settings, unfitted, with_network
 
 log = logging.getLogger(__name__)
 LOOP = {  # settings on which steps, exchanges and detections depend, besides the compared ones
@@ -206,7 +206,7 @@ def planned_config(config: Config) -> Config:
         if isinstance(source, DetectorSource):
             return with_network(config, Network(source.backbone, source.extra_norm))
         if not isinstance(source, Path):
-            return config
+            return unfitted(config)
     return with_network(config, _network_of(config, init_reader(config)))
 
 
