@@ -174,8 +174,7 @@ def open_dataset(
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    if not has_dataset(root, folder):
-        require_root(root)
+    _require(root, folder)
     changed = _changes(root, folder)
     if changed:
         log.info("indexing %s again, as `%s` does", root, again_command(root, folder))
@@ -194,6 +193,11 @@ def open_dataset(
     for split in splits:
         _refuse_changed(root, folder, split)
     return splits
+
+
+def _require(root: Path, folder: Path) -> None:
+    if not has_dataset(root, folder):
+        require_root(root)
 
 
 def _changes(root: Path, folder: Path) -> list[str] | None:
@@ -296,8 +300,7 @@ def count_images(
     Raises:
         DataError: As `open_dataset`, if a store was made.
     """
-    if not has_dataset(root, folder):
-        require_root(root)
+    _require(root, folder)
     changed = _changes(root, folder)
     if changed == []:
         splits = open_splits(root, folder)
@@ -369,8 +372,7 @@ def annotations_of(
 
     Nothing is written. `options`: see `open_dataset`.
     """
-    if not has_dataset(root, folder):
-        require_root(root)
+    _require(root, folder)
     if not is_prepared(root, folder):
         return _read_as_last_time(root, folder, options)
     return {

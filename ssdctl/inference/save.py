@@ -80,16 +80,16 @@ class Writer:
                     hint="choose another --out, or remove it",
                 )
 
-    def own_file(self, name: str) -> Path:
-        """Return the path of a file; another one if another call wrote it in the meantime."""
-        path, number = self.folder / name, 1
-        target = path
-        while target.exists():
+    def files(self) -> list[Path]:
+        """Return the paths of `names`; numbered ones if another call wrote one in the meantime."""
+        paths, number = [self.folder / name for name in self.names], 1
+        found = paths
+        while any(path.exists() for path in found):
             number += 1
-            target = path.with_stem(f"{path.stem}-{number}")
-        if target != path:
-            log.warning("%s is of another call: the file of this one is %s", path, target)
-        return target
+            found = [path.with_stem(f"{path.stem}-{number}") for path in paths]
+        if number > 1:
+            log.warning("%s is of another call: this one writes %s", paths[0], found[0])
+        return found
 
     def add(self, source: ImageSource, result: Result) -> None:
         raise NotImplementedError
@@ -138,10 +138,10 @@ class CocoWriter(Writer):
         objects = [entry for _, entries in self.entries for entry in entries]
         classes = [(label if c.id is None else c.id, c.name) for label, c in self.classes.items()]
         document = coco_document((image for image, _ in self.entries), classes, objects)
-        target = self.own_file("coco.json")
-        _write_json(target, document)
-        _write_json(self.own_file("results.json"), self._results)
-        return f"{len(self.entries)} images and {len(objects)} boxes in {target}"
+        dataset, results = self.files()
+        _write_json(dataset, document)
+        _write_json(results, self._results)
+        return f"{len(self.entries)} images and {len(objects)} boxes in {dataset}"
 
 
 class YoloWriter(Writer):
@@ -238,17 +238,17 @@ class LabelStudioWriter(Writer):
         folders = [_folder(s) for s, _ in self.entries if not s.url]
         root = Path(os.path.commonpath(folders)).parent if folders else None
         tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self.entries]
-        target = self.own_file("tasks.json")
-        _write_json(target, tasks)
+        file, interface = self.files()
+        _write_json(file, tasks)
         labels = "".join(f"    <Label value={quoteattr(t)}/>\n" for t in self._texts.values())
         write_text(
-            self.own_file("labels.xml"),
+            interface,
             '<View>\n  <Image name="image" value="$image"/>\n'
             f'  <RectangleLabels name="label" toName="image">\n{labels}  </RectangleLabels>\n'
             "</View>\n",
         )
         serve = "" if root is None else f"; LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={root} serves it"
-        return f"{len(tasks)} tasks in {target}{serve}"
+        return f"{len(tasks)} tasks in {file}{serve}"
 
 
 WRITERS: dict[SaveFormat, type[Writer]] = {

@@ -30,17 +30,22 @@ MISTAKES = [
     ("prepare --data dataset --keep-damaged", 2, "--verify-images"),
     ("prepare --data dataset --store text.pt/x", 6, "--store"),
     ("download --dest data --verify --dry-run", 2, "--dry-run"),
+    ("download --dest data --part val --manifest m.toml", 2, "--part"),
     ("download --dest data --images 4 --dry-run", 2, "--images is for --dataset shapes"),
     ("download --dest data --dataset shapes --mirror http://m.org", 2, "--mirror does not apply"),
+    ("download --mirror m.org", 2, "--mirror"),
+    ("download --dest s3://bucket/coco", 2, "s3://bucket/coco"),
     # Typing errors, and options of other programs: see test_command_lines.py, test_docs.py.
     ("config shw", 2, "'show'"),
     ("--install-completion zsh", 2, "--install-completion takes no argument"),
     ("val", 2, "'evaluate'"),
+    ("prepare photos", 2, "--data"),
     ("train --epoch 3", 2, "--epochs"),
     ("train --flux-capacitor", 2, "ssdctl train --help"),
     ("export", 2, "--format FORMAT: onnx, "),
     ("train --hpus 8 --bs 4", 2, "--hpus: use ssdctl launch --hpus 8"),
     ("launch --cpus 2 -- evaluate --amp x.pt", 2, "--amp: use --bf16 ("),
+    ("report --lr .1", 2, "--lr: leave it out (ssdctl train has it)"),
     ("launch --gpus 2 --time 60", 2, "--time: use --set slurm.time=60"),
     ("train --device 1", 2, "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
     ("train --mode benchmark-training", 2, "--mode: use ssdctl benchmark train"),
@@ -49,6 +54,7 @@ MISTAKES = [
     ("train --profile 9012", 2, "--profile 50,53"),
     ("train --dry-run -e 64.5", 2, "--steps N"),
     ("train --dry-run --set evaluate.split=train", 2, "--set evaluate.split does nothing"),
+    ("launch --cpus 2 --dry-run --set predict.score=0.5", 2, "--set predict.score does nothing"),
     ("launch --dry-run", 2, "--cpus"),
     ("launch --cpus 2 --set train.device=hpu --dry-run", 2, "--device hpu"),
     ("launch --tpus 4 --launcher slurm --dry-run", 2, "slurm"),
@@ -58,12 +64,15 @@ MISTAKES = [
     # What the ranks would refuse.
     ("launch --tpus 4 --execution lazy --dry-run", 2, "--execution compile or eager"),
     ("launch --tpus 4 --tpu-version v3 --execution compile --dry-run", 2, "--execution lazy"),
+    ("launch --tpus 4 --tpu-version v3 --bs 100 --dry-run", 2, "--bs 96 is a multiple of 8"),
     ("launch --gpus 8 --warmup 1200 --dry-run", 2, "--warmup 1200st"),
     ("launch --gpus 8 --backbone-weights nosuch --write x.sh", 2, "'nosuch'"),
+    ("launch --cpus 2 -- evaluat x.pt", 2, "'evaluate'"),
     ("launch --cpus 2 -- train --resume a.pt", 2, "leave out the word train"),
     ("launch --cpus 2 -- predict a.pt a.jpg", 2, "predict does not share its work among ranks"),
     # Options before -- are train's, and train is not what is launched.
     ("launch --cpus 2 --bs 4 -- evaluate x", 2, "--bs is an option of train"),
+    ("launch --cpus 2 train --bs 4 --dry-run", 2, "leave out the word train"),
 ]
 
 

@@ -132,6 +132,19 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     cli(*tuned, "--tile-overlap", 0.1, "--out", tmp_path / "tuned").expect(0, "tiles of 128 pixels")
     assert last(tmp_path / "tuned").tiling == Tiling(128, 0.1)
     assert json.loads(cli(*tuned, "--tile", 0, "--dry-run", "--json").out)["images"] == 8
+    written = (
+        "launch",
+        "--cpus",
+        2,
+        *tuned[1:],
+        "--epochs",
+        1,
+        "--warmup",
+        "9ep",
+        "--write",
+        "a.sh",
+    )
+    cli(*written).expect(2, "a warm-up of 9ep")
     assert cli(*train, "--out", run).code == 0
     trained = last(run)
     for chosen, expected in (

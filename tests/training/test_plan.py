@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config import Config, resolve
-from ssdctl.config.fields import DEVICE_TYPES, PresetName
+from ssdctl.config.fields import DEVICE_TYPES, PresetName, Tiling
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.config.settings import Kind
 from ssdctl.data.open_dataset import DatasetSize
@@ -77,6 +77,9 @@ def test_the_network_of_init_replaces_only_what_is_open() -> None:
     ):
         with pytest.raises(UsageError, match=r"resnet50|batch"):
             backbone(**other)
+    config = with_network(settings(train__init="a.pt"), network._replace(tiling=Tiling(224, 0.1)))
+    other = with_network(config, network)  # as of the config file of a run with another --init
+    assert (config.data.tile, config.data.tile_overlap, other.data.tile) == (224, 0.1, None)
 
 
 @pytest.mark.parametrize("kind", [Kind.FILE, Kind.ENVIRONMENT, Kind.CALL])

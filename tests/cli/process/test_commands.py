@@ -69,6 +69,7 @@ def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -
     options = ("--device", "cpu", "--limit", 2)
     cli("evaluate", moved, *options).expect(3, "/nowhere/coco", "--data data/coco")
     cli("evaluate", moved, *options, "--data", "data/coco").expect(0)
+    cli("export", moved, "--format", "onnx", "--out", "a.onnx").expect(0)  # it scores nothing
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:

@@ -85,6 +85,13 @@ def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:
     assert list(boxes_of(splits, "val")) == ["JPEGImages/c d.jpg", "JPEGImages/f.jpg"]
 
 
+@pytest.mark.parametrize("suffix", [".bmp", ".png", ".PNG"])
+def test_the_named_image_of_two_with_the_same_stem(tmp_path: Path, suffix: str) -> None:
+    tree(tmp_path, {f"data/a{s}": None for s in (".bmp", ".jpg", ".png", ".PNG", ".tif", ".webp")})
+    content = xml(thing("cat", 1, 1, 9, 9), file=f"C:\\other\\a{suffix}")
+    assert list(boxes_of(read(tree(tmp_path, {"labels/a.xml": content})))) == [f"data/a{suffix}"]
+
+
 @pytest.mark.parametrize(
     ("stems", "listed", "removed", "words"),
     [

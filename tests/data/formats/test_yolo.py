@@ -56,6 +56,17 @@ def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
     assert list(boxes_of(read(root))) == ["images/part/a.jpg"]
 
 
+def test_splits_may_link_to_the_same_images(tmp_path: Path) -> None:
+    yaml = "train: images/train\nval: images/val\nnames: [cat]\n"
+    files = {"labels/train/a.txt": BOX, "labels/val/b.txt": BOX, "data.yaml": yaml}
+    tree(tmp_path, {"pool/a.jpg": None, "pool/b.jpg": None, "images/x": "", **files})
+    for split in ("train", "val"):
+        (tmp_path / "images" / split).symlink_to(tmp_path / "pool")
+    splits = read(tmp_path)
+    assert boxes_of(splits, "train")["images/train/a.jpg"]
+    assert boxes_of(splits, "val")["images/val/b.jpg"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
