@@ -165,9 +165,9 @@ def check_train(
         from ssdctl.training.setup import planned_config  # late: torch takes seconds
 
         config = planned_config(with_absolute_paths(config))
-    has_tiles = has_init or config.train.init is None or bool(config.data.tile)
-    size = _count_images(config, has_tiles) if has_data else None
-    if config.train.batch_size != "auto" and size:
+    elif config.train.init is not None and config.data.tile is None:
+        return notices  # its tiles, and so the images of an epoch, are not known
+    if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
         ranks = Ranks(0, count, 0)
         if has_run:
             plan_and_check(with_absolute_paths(config), device, ranks, size)
@@ -176,14 +176,13 @@ def check_train(
     return notices
 
 
-def _count_images(config: Config, has_tiles: bool) -> DatasetSize | None:
+def _count_images(config: Config) -> DatasetSize | None:
     root, folder = dataset_folders(config.data)
-    tiling = tiling_of(config) if has_tiles else None
     try:
         if not has_dataset(root, folder) or not is_prepared(root, folder):
             return None
         folds = config.train.fold, config.train.group
-        size = count_images(root, folder, tiling, *folds, config.prepare)
+        size = count_images(root, folder, tiling_of(config), *folds, config.prepare)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None
