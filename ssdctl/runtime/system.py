@@ -191,8 +191,14 @@ def memory_error(error: BaseException | None) -> UsageError | None:
     """Return the error for one that says that this process can get no more memory, else None."""
     while error is not None:
         text = str(error)
-        if isinstance(error, MemoryError) or any(t in text.lower() for t in MEMORY_ERRORS):
-            soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        # Python's C code loses some MemoryErrors: "error return without exception set".
+        is_lost = isinstance(error, SystemError) and "without" in text and soft != UNLIMITED
+        if (
+            is_lost
+            or isinstance(error, MemoryError)
+            or any(t in text.lower() for t in MEMORY_ERRORS)
+        ):
             hint = "request more memory, or use less: a smaller --bs, fewer --workers"
             if soft != UNLIMITED:
                 hint = f"raise the limit of {soft / 1e9:.1f} GB (ulimit -v), or {hint}"
