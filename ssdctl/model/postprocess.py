@@ -154,20 +154,24 @@ def _detect_one(boxes_N4: Tensor, scores_CN: Tensor, rules: ModelConstants) -> I
     row, index = (scores_CN > rules.score_threshold).nonzero(as_tuple=True)
     scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
     if len(scores) > rules.candidates_per_class:
-        best = _best_per_class(scores, labels, rules.candidates_per_class)
+        sizes = row.bincount(minlength=len(scores_CN))
+        best = _best_per_class(scores, sizes, rules.candidates_per_class)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
     keep = batched_nms(boxes, scores, labels, rules.nms_iou)[:DETECTIONS_PER_IMAGE]
     return ImageDetections(boxes[keep], scores[keep], labels[keep])
 
 
-def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
-    """Return the indices of the candidates among the `count` best of their class."""
-    order = scores_K.argsort(descending=True, stable=True)
-    order = order[labels_K[order].argsort(stable=True)]  # by class, best first
-    ranked = labels_K[order]
-    first_of_class = torch.searchsorted(ranked, ranked)
-    rank = torch.arange(len(order), device=order.device) - first_of_class
-    return order[rank < count]
+def _best_per_class(scores_K: Tensor, sizes_C: Tensor, count: int) -> Tensor:
+    """Return the indices of the candidates among the `count` best of their class.
+
+    The candidates are ordered by class; a class has `sizes_C` of them.
+    """
+    keep = torch.ones(len(scores_K), dtype=torch.bool)
+    for i in (sizes_C > count).nonzero().flatten().tolist():
+        start, size = int(sizes_C[:i].sum()), int(sizes_C[i])
+        order = scores_K[start : start + size].argsort(descending=True, stable=True)
+        keep[start + order[count:]] = False
+    return keep.nonzero().flatten()
 
 
 def batched_nms(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, nms_iou: float) -> Tensor:
