@@ -318,6 +318,8 @@ def check_zip(path: Path) -> None:
                 raise zipfile.BadZipFile("it has compressed entries, which torch.save never writes")
             if sum(max(e.file_size, e.compress_size) for e in entries) > path.stat().st_size:
                 raise zipfile.BadZipFile("its entries are larger than the file")
+            if not any(e.filename.endswith("data.pkl") for e in entries):
+                raise zipfile.BadZipFile("torch.save did not write it")
             if (damaged := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"the CRC of {damaged} is wrong")
             _check_storages(archive)

@@ -230,28 +230,33 @@ def from_images(
     splits: Mapping[str, list[LabeledImage]],
     classes: Sequence[str] | None,
     folder: Path,
-    origin: Path,
+    origin: Path | Mapping[str, Path],
     notes: Sequence[str] = (),
 ) -> dict[str, Annotations]:
     """Return the annotations of labeled images, by split; ids count from 1 in the given order.
 
     `classes` are in the order of the labels; None: those of the boxes, sorted. File names are
-    relative to `folder`; `origin` is the file or folder of the labels; `notes` tell the user how
-    they were read.
+    relative to `folder`; `origin` is the file or folder of the labels, of all splits or of each;
+    `notes` tell the user how they were read.
     """
+    of_split = dict(origin) if isinstance(origin, Mapping) else dict.fromkeys(splits, origin)
+    first = next(iter(of_split.values()), folder)
     if classes is None:
         boxes = (b for images in splits.values() for i in images for b in i.boxes)
         classes = sorted({nfc(b.name) for b in boxes})
     classes = list(dict.fromkeys(map(nfc, classes)))
     if not classes:
-        raise DataError(f"{origin}: no object is labeled in it")
+        raise DataError(f"{first}: no object is labeled in it")
     usable = {split: splits[split] for split in SPLITS if splits.get(split)}
     if "train" not in usable:
         only = f", only of the split {' and '.join(usable)}" if usable else ""
         hint = "rename the file or folder that names the split, to train on it" if usable else None
-        raise DataError(f"{origin}: no images to train on{only}", hint=hint)
+        raise DataError(f"{first}: no images to train on{only}", hint=hint)
     empty = [f"the split {s} lists no images" for s, images in splits.items() if not images]
-    result = {s: annotations_of_split(i, classes, folder, origin) for s, i in usable.items()}
+    result = {
+        split: annotations_of_split(images, classes, folder, of_split.get(split, first))
+        for split, images in usable.items()
+    }
     return {**result, "train": result["train"]._replace(notes=[*notes, *empty])}
 
 

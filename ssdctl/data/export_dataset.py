@@ -88,6 +88,7 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
         text = "classes with the same name are written with their ids, such as %s"
         log.warning(text, renamed[0])
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
+    used = set[str]()
     for name, split in splits.items():
         rows = _rows(name, split)
         labeled = np.union1d(split.trainable, split.background)
@@ -100,7 +101,9 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
                 "%s: images and boxes are those of the store, which --shrink made smaller", name
             )
         shown = progress(rows, total=len(rows), label=name, unit="images")
-        write(out, name, _images(split, shown, names), classes)
+        write(out, name, _noted(_images(split, shown, names), used), classes)
+    if target == "voc" and (unused := [name for name in names if name not in used]):
+        log.warning("classes without a box, which VOC has no place for: %s", ", ".join(unused))
     if target == "yolo":
         content: dict[str, Any] = {split: f"images/{split}" for split in splits}
         content["names"] = dict(enumerate(classes))
@@ -126,6 +129,13 @@ def _yaml(content: dict[str, Any]) -> str:
 
     text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     return text
+
+
+def _noted(images: Iterator[_Exported], names: set[str]) -> Iterator[_Exported]:
+    """Pass images on; add the names of the classes that they show."""
+    for exported in images:
+        names.update(box.name for box in exported[1].boxes)
+        yield exported
 
 
 def _images(split: Split, rows: Iterable[int], classes: list[str]) -> Iterator[_Exported]:

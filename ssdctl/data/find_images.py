@@ -59,7 +59,10 @@ EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
 NOT_READ = (".heic", ".heif")  # images of phones
 LOCAL_FILES = "/local-files/?d="  # of a URL of Label Studio's server
 SERVED: tuple[str, ...] = (LOCAL_FILES,)  # the lead of its paths
-WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
+WHICH = (
+    "choose their folder with --image-dir DIR, write paths below the dataset into the labels, or "
+    "move one of two in a folder away"
+)
 
 
 class Wanted(NamedTuple):

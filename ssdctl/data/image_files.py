@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ssdctl.data.annotations import SPLIT_WORDS, split_of
 from ssdctl.data.image_decode import as_image_error, open_image, read_header
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name
+from ssdctl.files import disk_error, is_plain_name
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
@@ -27,6 +27,7 @@ CHUNK_FILES = 64  # that a thread looks at before it takes others
 SKETCH_BYTES = 4096
 # Of these formats, files with other pixels may have the same size, beginning and end.
 UNCOMPRESSED = (".bmp", ".pbm", ".pgm", ".ppm", ".pnm", ".tga", ".tif", ".tiff")
+OF_SYSTEMS = ("__MACOSX", "lost+found")
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,16 +63,26 @@ def is_image_name(name: str) -> bool:
     return bool(stem) and dot + suffix.lower() in IMAGE_SUFFIXES and not name.startswith("._")
 
 
-def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
+def files_below(
+    folder: Path, max_depth: int | None = None, *, skips_unreadable: bool = False
+) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, and in links that are no cycle.
 
-    A folder has one name in each split: its own if it is below, else that of the first link. The
-    metadata that macOS writes beside files (`._a.txt`, `__MACOSX`) is left out.
+    A folder has one name in each split: its own if it is below, else that of the first link. What
+    systems write beside files (`._a.txt`, `__MACOSX`, `lost+found`) is left out.
+
+    Raises:
+        DiskError: A folder cannot be listed.
     """
+
+    def refuse(error: OSError) -> None:
+        if not (skips_unreadable or isinstance(error, (FileNotFoundError, NotADirectoryError))):
+            raise disk_error(error, error.filename, "listing")
+
     visited = set[tuple[str, str | None]]()
     unread = [folder]  # links to folders are read after all folders
     for top in unread:
-        for parent, folders, files in os.walk(top):
+        for parent, folders, files in os.walk(top, onerror=refuse):
             real, prefix = os.path.realpath(parent), os.path.relpath(parent, folder)
             if (real, split_of(prefix)) in visited:
                 folders.clear()
@@ -80,7 +91,7 @@ def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
             folders[:] = sorted(
                 f
                 for f in folders
-                if not (f.startswith(".") or f == "__MACOSX" or _is_store(f"{parent}/{f}"))
+                if not (f.startswith(".") or f in OF_SYSTEMS or _is_store(f"{parent}/{f}"))
             )
             if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
                 folders.clear()

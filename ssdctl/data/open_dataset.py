@@ -31,6 +31,7 @@ from ssdctl.data.dataset import (
     resolve_images,
 )
 from ssdctl.data.divide import is_held_out
+from ssdctl.data.formats import load
 from ssdctl.data.image_check import require_image_files
 from ssdctl.data.image_files import (
     changed_images,
@@ -89,6 +90,8 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         log.info("%s is replaced, with the options of its dataset: %s", folder, forgotten)
     last = msgspec.structs.asdict(AUTOMATIC if is_replaced else _last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
+    if config.is_chosen("prepare.source"):  # --from auto
+        remembered["source"] = given.source
     conversion = msgspec.structs.replace(given, **remembered)
     if given.group is not None and conversion.split is None:
         hint = "add the share to train on: --split 0.9"
@@ -147,6 +150,21 @@ def _errors_of_last_time(root: Path, folder: Path, remembered: Conversion) -> It
             f"{error} (remembered from the last prepare)",
             hint="; ".join(filter(None, (error.hint, hint))),
         ) from None
+    except DataError as error:
+        made = index.last_made(last_store(root, folder))
+        name = remembered.source or (made.format if made else None)
+        if name is None:
+            raise
+        try:
+            is_known = remembered.source is None or load(name).recognize(root)
+        except UsageError:
+            text = f"{error} (the last time its format was {name}, which is not installed)"
+            raise DataError(text, hint=error.hint) from None
+        if is_known:
+            raise
+        hint = f"{again_command(root, folder, '--from', 'auto')} recognizes the format again"
+        text = f"{error} (--from {name} is remembered from the last prepare)"
+        raise DataError(text, hint=hint) from None
 
 
 def _read_as_last_time(

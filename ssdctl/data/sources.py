@@ -173,7 +173,8 @@ def unlisted_images(
     only = None if named is None else [os.path.realpath(path) for path in named]
     for name, (folder, listed) in folders.items():
         relative = os.path.relpath(store.absolute(), folder.absolute())
-        files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
+        below = files_below(folder, skips_unreadable=True)
+        files = _without_runs(below, relative) if folder.is_dir() else []
         others = sorted(filter(is_utf8, set(files).difference(listed)))
         if only is not None:
             own, real = {PurePosixPath(file).parent for file in listed}, os.path.realpath(folder)
@@ -342,6 +343,10 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     `prepare`.
     """
     folder = root_folder(root)
+    try:
+        os.scandir(folder).close()
+    except OSError:
+        return []
     try:
         recorded = read_sources(store / made.sources)
         names = label_files(root, made.format, store)

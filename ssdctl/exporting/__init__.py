@@ -15,7 +15,7 @@ from ssdctl.config import Config
 from ssdctl.config.call import whole_number
 from ssdctl.config.settings import Kind
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.errors import UsageError, import_package
+from ssdctl.errors import DataError, UsageError, import_package
 from ssdctl.files import (
     atomic_write,
     remove_stale_temporaries,
@@ -84,8 +84,7 @@ def export_checkpoint(
     _check_suffix(request)
     source = _find_source(checkpoint, request.format, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.data.sources import has_dataset
-    from ssdctl.evaluation.choices import choose_data, trained_on
+    from ssdctl.evaluation.choices import choose_data
     from ssdctl.exporting import graphs, int8
     from ssdctl.exporting.deployed import Deployment
 
@@ -99,9 +98,12 @@ def export_checkpoint(
         return result
     thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
-    data = config.data  # without images, a graph is compared on generated ones
-    if request.int8 or has_dataset(*dataset_folders(trained_on(content))):
+    try:
         data = choose_data(content, config)
+    except DataError:  # a graph is compared on generated images, too
+        if request.int8:
+            raise
+        data = config.data
     result |= {"nms": outputs, "batch": request.batch or "dynamic"}
     if not request.int8:
         folders = dataset_folders(data)

@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from ssdctl.checkpoint.locate import is_model_folder
 from ssdctl.data.drawing import is_drawn
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import DataError, NetworkError, UsageError
+from ssdctl.files import disk_error
 from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.safe_text import counted, quoted, redact_url
 
@@ -123,6 +124,7 @@ def find_sources(
 
     Raises:
         UsageError: A folder without images, another URL.
+        DiskError: A folder cannot be listed.
     """
     sources: list[ImageSource] = []
     for name in names:
@@ -222,11 +224,11 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     Earlier results are drawn images, and links to images in the folder, as of `--save yolo`.
     """
 
-    def is_file(path: Path) -> bool:
-        is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
-        return not is_hidden and not path.is_dir()
-
-    files = sorted(filter(is_file, folder.rglob("*") if recursive else folder.iterdir()))
+    files = list[Path]()
+    for parent, below, names in os.walk(folder, onerror=_refuse):
+        below[:] = [name for name in below if recursive and not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    files.sort()
     images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     root = folder.resolve()
     originals = {root / path.relative_to(folder) for path in images if not path.is_symlink()}
@@ -253,6 +255,10 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     for note in notes:
         log.info("%s: %s", folder, note)
     return own
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise disk_error(error, error.filename, "listing")
 
 
 def _listed(stdin: IO[bytes]) -> list[ImageSource]:

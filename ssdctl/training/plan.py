@@ -460,7 +460,7 @@ def _check_warmup_steps(plan: Plan) -> None:
     if plan.warmup_steps <= total:
         return
     value, unit = split_duration(text)
-    hint = f"give it in steps: --warmup {max(total // 10, 1)}st"
+    hint = f"give a shorter one, such as --warmup {max(total // 10, 1)}st"
     if unit == "ep" and value.is_integer() and value <= total:
         hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
     raise UsageError(

@@ -41,7 +41,7 @@ from ssdctl.data.annotations import (
 from ssdctl.data.coco_json import decode, read_content
 from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.image_files import files_below, in_threads, size_or_none
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import DataError, DiskError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS, Plugin
@@ -143,10 +143,21 @@ def load(name: str) -> Format:
 
 
 def recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    """Yield the formats of a folder or file, and by which file each is recognized."""
+    """Yield the formats of a folder or file, and by which file each is recognized.
+
+    Raises:
+        DiskError: None is, and a folder below cannot be listed.
+    """
+    num_found, refused = 0, None
     for name in built_in():
         module: Format = plugins.built_in_module(FORMATS, name)
-        if by := module.recognize(path):
+        try:
+            by = module.recognize(path)
+        except DiskError as error:
+            refused = error
+            continue
+        if by:
+            num_found += 1
             yield name, module, by
     for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
         try:
@@ -156,7 +167,10 @@ def recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
             log.warning("%s", error)  # a broken plugin must not stop the others
             continue
         if by:
+            num_found += 1
             yield name, module, by
+    if refused is not None and not num_found:
+        raise refused
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
@@ -215,7 +229,8 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
     try:
         root = ElementTree.fromstring(content.decode() if is_utf16 else content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise DataError(f"{path}: broken XML: {error}") from None
+        hint = None if isinstance(error, ElementTree.ParseError) else "convert it to UTF-8"
+        raise DataError(f"{path}: broken XML: {error}", hint=hint) from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root
@@ -244,9 +259,12 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     return [f for f in files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
 
 
-def files_near(path: Path, suffix: str = ".json", depth: int = 2) -> list[Path]:
+def files_near(
+    path: Path, suffix: str = ".json", depth: int = 2, *, skips_unreadable: bool = False
+) -> list[Path]:
     """Return a file, or the files in a folder and in folders below, with this suffix."""
-    names = files_below(path, depth) if path.is_dir() else ()
+    below = files_below(path, depth, skips_unreadable=skips_unreadable)
+    names = below if path.is_dir() else ()
     files = [path / name for name in names if name.lower().endswith(suffix)]
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
@@ -257,7 +275,7 @@ def some_files_near(
     """Return some of those files: with usual names, then the first ones of each folder."""
     seen = Counter[Path]()
     order = list[tuple[bool, int, Path]]()
-    for file in files_near(path, suffix, depth):
+    for file in files_near(path, suffix, depth, skips_unreadable=True):
         seen[file.parent] += 1
         order.append((file.name not in usual, seen[file.parent], file))
     return [file for *_, file in sorted(order)[:MAX_TRIED_FILES]]
@@ -329,7 +347,7 @@ def from_upright_images(
     root: Path,
     splits: Mapping[str, Sequence[LabeledImage]],
     classes: Sequence[str] | None,
-    origin: Path,
+    origin: Path | Mapping[str, Path],
     notes: Sequence[str],
 ) -> dict[str, Annotations]:
     """Return annotations of files that give no sizes, as `from_images` does.
@@ -363,7 +381,7 @@ def from_files(
     chosen = by_split(root, [*images], images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
     found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
-    return from_upright_images(root, found, classes, next(iter(images)), notes)
+    return from_upright_images(root, found, classes, chosen, notes)
 
 
 def csv_header(path: Path) -> list[str]:

@@ -104,7 +104,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         if split is not None:
             splits.setdefault(split, (chosen.get(split, files[0]), []))[1].append(image)
     finder = ImageFinder(root, image_dir=image_dir)
-    return from_images(located(finder, splits, notes), classes, root, files[0], notes)
+    origins = {split: file for split, (file, _) in splits.items()}
+    return from_images(located(finder, splits, notes), classes, root, origins, notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:

@@ -81,7 +81,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         split: _images(root, file, images[split], boxes[split], unlabeled[split], notes)
         for split, file in files.items()
     }
-    annotations = from_images(splits, None, root, next(iter(files.values())), notes)
+    annotations = from_images(splits, None, root, files, notes)
     absent = {s: [*(boxes[s].keys() - images[s].keys())] for s in annotations}
     return {  # an ImageID may have a suffix
         split: part._replace(

@@ -33,7 +33,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     chosen = by_split(root, files, images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
     finder = ImageFinder(root, image_dir=image_dir)
-    return from_images(located(finder, splits, notes), None, root, files[0], notes)
+    return from_images(located(finder, splits, notes), None, root, chosen, notes)
 
 
 def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:

@@ -81,7 +81,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     }
     notes += [f"{kind}, left out: {count:,}" for kind, count in counts.items()]
     return from_upright_images(
-        root, located(ImageFinder(root, image_dir=image_dir), splits, notes), None, files[0], notes
+        root, located(ImageFinder(root, image_dir=image_dir), splits, notes), None, chosen, notes
     )
 
 

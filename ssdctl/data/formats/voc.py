@@ -251,7 +251,8 @@ def _splits(
     if (lists / "Main").is_dir():
         lists /= "Main"
     stems: dict[str, list[str]] = {}
-    for path in sorted(lists.glob("*.txt")):
+    found = sorted(name for name in files_below(lists) if name.endswith(".txt"))
+    for path in (lists / name for name in found if "/" not in name):
         if word := LISTS.get(path.stem.lower()):
             listed = [*stems.get(word, ()), *_stems(path, listable, finder)]
             stems[word] = list(dict.fromkeys(listed))
@@ -259,7 +260,7 @@ def _splits(
         refuse(
             lists,
             "no list of training images (train.txt or trainval.txt), only",
-            sorted(path.relative_to(lists) for path in lists.rglob("*.txt")),
+            found,
             "give the lists these names, or move them away to train on all images",
         )
         return {}
@@ -347,7 +348,8 @@ def _find_images(
 def _images_above(path: Path, xml: _Xml) -> str | None:
     """Return the hint to give the folder above, if it has the image of an XML file."""
     above = path.absolute().parent
-    stems = (PurePosixPath(file) for file in itertools.islice(files_below(above, 2), MAX_FILES))
+    below = itertools.islice(files_below(above, 2, skips_unreadable=True), MAX_FILES)
+    stems = map(PurePosixPath, below)
     if any(file.stem == xml.path.stem and is_image(file) for file in stems):
         named = quoted_folder(path.parent if path.name else above)
         return f"did you mean the folder above, --data {named}?"
