@@ -52,7 +52,7 @@ from ssdctl.data.image_files import (
     size_or_none,
 )
 from ssdctl.data.sources import last_store, other_dataset, read_sources
-from ssdctl.errors import DataError, DiskError, UsageError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_utf8
 from ssdctl.runtime.safe_text import counted, listed, quoted, quoted_folder
 
@@ -158,7 +158,7 @@ def _datasets_beside(path: Path, name: str, by: Path | bool) -> list[tuple[str, 
             break
         own = path / part
         for folder in [folder for folder in _folders_in(path)[:MAX_FOLDERS] if folder != own]:
-            with contextlib.suppress(DataError, DiskError):
+            with contextlib.suppress(DataError):
                 found += [(other, folder) for other, *_ in recognized(folder) if other != name]
         path = own
     return found
@@ -452,7 +452,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def _is_dataset(path: Path) -> bool:
-    with contextlib.suppress(DataError, DiskError):
+    with contextlib.suppress(DataError):
         return any(recognized(path))
     return False
 
@@ -474,7 +474,7 @@ def has_usual_labels(folder: Path) -> bool:
 
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
-    with contextlib.suppress(DataError, DiskError):
+    with contextlib.suppress(DataError):
         return any(_is_in(folder, by) for _, _, by in recognized(folder))
     return False
 
@@ -508,7 +508,7 @@ def _no_dataset(path: Path) -> DataError:
     if is_part and not _has_labels(above):
         hint = f"did you mean the dataset's folder, --data {quoted_folder(whole)}?"
     elif _has_labels(above) or _has_labels_of(path, above, files):
-        if not _is_dataset(above) and _is_dataset(above.parent):  # of train/images
+        if not any(recognized(above)) and any(recognized(above.parent)):  # of train/images
             above = above.parent
         hint = f"did you mean the dataset's folder, --data {quoted_folder(above)}?"
     elif below := datasets_in(path):
@@ -517,7 +517,7 @@ def _no_dataset(path: Path) -> DataError:
         if not any(map(is_image_name, files_below(below[0]))):
             name, _, by = next(recognized(below[0]))
             hint = f"write a dataset.toml for the labels in {named}, which has no images"
-            if name != "coco" and isinstance(by, Path):
+            if name != "coco" and isinstance(by, Path) and by.is_file():
                 hint = f"name the labels: --data {quoted_folder(by)}"
     else:
         hint = _hint_for(path, files)

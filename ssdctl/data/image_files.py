@@ -63,22 +63,37 @@ def is_image_name(name: str) -> bool:
     return bool(stem) and dot + suffix.lower() in IMAGE_SUFFIXES and not name.startswith("._")
 
 
+def refuse_unlisted(error: OSError) -> None:
+    """Raise DiskError for a folder that cannot be listed, unless it is gone; for `os.walk`."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise disk_error(error, error.filename, "listing")
+
+
+def files_in(folder: Path, suffix: str) -> list[Path]:
+    """Return what is in a folder and has this suffix, sorted; empty if there is no folder.
+
+    Raises:
+        DiskError: The folder cannot be listed.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(suffix))
+    except OSError as error:
+        refuse_unlisted(error)
+        return []
+
+
 def files_below(
     folder: Path, max_depth: int | None = None, *, skips_unreadable: bool = False
 ) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, and in links that are no cycle.
 
-    A folder has one name in each split: its own if it is below, else that of the first link. What
-    systems write beside files (`._a.txt`, `__MACOSX`, `lost+found`) is left out.
+    A folder has one name in each split: its own if it is below, else that of the first link. The
+    metadata of systems (`._a.txt`, `__MACOSX`, `lost+found`) is left out.
 
     Raises:
         DiskError: A folder cannot be listed.
     """
-
-    def refuse(error: OSError) -> None:
-        if not (skips_unreadable or isinstance(error, (FileNotFoundError, NotADirectoryError))):
-            raise disk_error(error, error.filename, "listing")
-
+    refuse = None if skips_unreadable else refuse_unlisted
     visited = set[tuple[str, str | None]]()
     unread = [folder]  # links to folders are read after all folders
     for top in unread:

@@ -91,7 +91,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     last = msgspec.structs.asdict(AUTOMATIC if is_replaced else _last(root, folder))
     remembered = {name: value for name, value in last.items() if not getattr(given, name)}
     if config.is_chosen("prepare.source"):  # --from auto
-        remembered["source"] = given.source
+        remembered.pop("source", None)
     conversion = msgspec.structs.replace(given, **remembered)
     if given.group is not None and conversion.split is None:
         hint = "add the share to train on: --split 0.9"

@@ -345,9 +345,6 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     folder = root_folder(root)
     try:
         os.scandir(folder).close()
-    except OSError:
-        return []
-    try:
         recorded = read_sources(store / made.sources)
         names = label_files(root, made.format, store)
         # A label file that is broken, as one being written, may not be recognized.

@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from ssdctl.checkpoint.locate import is_model_folder
 from ssdctl.data.drawing import is_drawn
-from ssdctl.data.image_files import IMAGE_SUFFIXES
+from ssdctl.data.image_files import IMAGE_SUFFIXES, refuse_unlisted
 from ssdctl.errors import DataError, NetworkError, UsageError
-from ssdctl.files import disk_error
 from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.safe_text import counted, quoted, redact_url
 
@@ -225,7 +224,7 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     """
 
     files = list[Path]()
-    for parent, below, names in os.walk(folder, onerror=_refuse):
+    for parent, below, names in os.walk(folder, onerror=refuse_unlisted):
         below[:] = [name for name in below if recursive and not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     files.sort()
@@ -255,10 +254,6 @@ def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     for note in notes:
         log.info("%s: %s", folder, note)
     return own
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise disk_error(error, error.filename, "listing")
 
 
 def _listed(stdin: IO[bytes]) -> list[ImageSource]:

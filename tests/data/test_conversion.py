@@ -95,6 +95,21 @@ def test_a_group_replaces_the_remembered_one_of_a_split(undivided: Path, cli: Cl
     cli(*prepare, "--group", r"\d\.").expect(2, "validation images")
 
 
+def test_a_remembered_format_can_be_forgotten(tmp_path: Path, cli: Cli) -> None:
+    root = exports.voc_lists(tmp_path / "data")
+    prepare = ("prepare", "--data", root, "--no-pack")
+    for _ in range(2):
+        assert "the last time" not in cli(*prepare, "--from", "voc").expect(0).err
+    for folder in ("Annotations", "JPEGImages", "ImageSets"):
+        shutil.rmtree(root / folder)
+    label = {"classes.txt": "x", "images/a.png": None, "labels/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(root, label)
+    for command in (prepare, ("train", "--data", root, "--dry-run")):
+        cli(*command).expect(3, "--from voc is remembered", "--from auto")
+    cli(*prepare, "--from", "auto").expect(0)
+    cli(*prepare).expect(0)
+
+
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
     (undivided / "dataset.toml").write_text(own)

@@ -143,21 +143,13 @@ def load(name: str) -> Format:
 
 
 def recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    """Yield the formats of a folder or file, and by which file each is recognized.
-
-    Raises:
-        DiskError: None is, and a folder below cannot be listed.
-    """
-    num_found, refused = 0, None
+    """Yield the formats of a folder or file, and by which file each is recognized."""
     for name in built_in():
         module: Format = plugins.built_in_module(FORMATS, name)
-        try:
+        by: Path | bool | None = None
+        with contextlib.suppress(DiskError):  # a folder that cannot be listed: its reader says so
             by = module.recognize(path)
-        except DiskError as error:
-            refused = error
-            continue
         if by:
-            num_found += 1
             yield name, module, by
     for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
         try:
@@ -167,10 +159,7 @@ def recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
             log.warning("%s", error)  # a broken plugin must not stop the others
             continue
         if by:
-            num_found += 1
             yield name, module, by
-    if refused is not None and not num_found:
-        raise refused
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ from ssdctl.data.coco_json import (
 )
 from ssdctl.data.find_images import STANDARD
 from ssdctl.data.formats import ROTATED, some_files_near, turned
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_in, split_folders
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 from ssdctl.runtime.safe_text import listed
@@ -341,7 +341,7 @@ def _coco_files(root: Path) -> list[Path]:
     files = [
         file
         for folder in folders
-        for file in (sorted(folder.glob("*.json")) if folder.is_dir() else ())
+        for file in files_in(folder, ".json")
         if not file.name.startswith(WRITTEN_BY_SSDCTL) and is_coco_file(file)
     ]
     return [f for f in files if f.name.startswith("instances_")] or files

@@ -39,7 +39,7 @@ from ssdctl.data.formats import (
     turned,
     whole_number,
 )
-from ssdctl.data.image_files import dataset_folder, files_below, is_image
+from ssdctl.data.image_files import dataset_folder, files_below, files_in, is_image
 from ssdctl.errors import DataError
 from ssdctl.runtime.safe_text import listed
 
@@ -63,7 +63,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return _own([path])
     folders = [path, *sorted(p for p in path.glob("*") if split_of(p.name) and p.is_dir())]
-    return _own([file for folder in folders for file in sorted(folder.glob("*.xml"))])
+    return _own([file for folder in folders for file in files_in(folder, ".xml")])
 
 
 def _own(files: Sequence[Path]) -> list[Path]:

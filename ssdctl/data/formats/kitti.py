@@ -36,11 +36,7 @@ def recognize(path: Path) -> Path | None:
 
 def _folders(root: Path) -> list[Path]:
     found = (p for pattern in (LABELS, f"*/{LABELS}", f"*/*/{LABELS}") for p in root.glob(pattern))
-    return sorted(p for p in found if any(map(_is_text, files_below(p))))
-
-
-def _is_text(name: str) -> bool:
-    return name.lower().endswith(".txt")
+    return sorted(p for p in found if next(p.rglob("*.[tT][xX][tT]"), None) is not None)
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
@@ -62,7 +58,8 @@ def _read_folder(
     finder: ImageFinder, folder: Path, split: str, notes: list[str]
 ) -> list[LabeledImage]:
     labels = folder.relative_to(finder.root).as_posix()
-    files = sorted(PurePosixPath(name) for name in files_below(folder) if _is_text(name))
+    texts = (PurePosixPath(name) for name in files_below(folder))
+    files = sorted(file for file in texts if file.suffix.lower() == ".txt")
     wanted = [
         Wanted(file.with_suffix("").as_posix(), labels, split, is_label_file=True) for file in files
     ]

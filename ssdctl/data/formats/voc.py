@@ -251,8 +251,7 @@ def _splits(
     if (lists / "Main").is_dir():
         lists /= "Main"
     stems: dict[str, list[str]] = {}
-    found = sorted(name for name in files_below(lists) if name.endswith(".txt"))
-    for path in (lists / name for name in found if "/" not in name):
+    for path in sorted(lists.glob("*.txt")):
         if word := LISTS.get(path.stem.lower()):
             listed = [*stems.get(word, ()), *_stems(path, listable, finder)]
             stems[word] = list(dict.fromkeys(listed))
@@ -260,7 +259,7 @@ def _splits(
         refuse(
             lists,
             "no list of training images (train.txt or trainval.txt), only",
-            found,
+            sorted(path.relative_to(lists) for path in lists.rglob("*.txt")),
             "give the lists these names, or move them away to train on all images",
         )
         return {}

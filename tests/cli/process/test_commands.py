@@ -70,6 +70,12 @@ def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -
     cli("evaluate", moved, *options).expect(3, "/nowhere/coco", "--data data/coco")
     cli("evaluate", moved, *options, "--data", "data/coco").expect(0)
     cli("export", moved, "--format", "onnx", "--out", "a.onnx").expect(0)  # it scores nothing
+    shutil.copytree(shapes, "changed")
+    shutil.copy("changed/train2017/000000000001.jpg", "changed/train2017/new.jpg")
+    moved = changed(checkpoint, "data.root", str(Path("changed").absolute()))
+    export = ("export", moved, "--format", "onnx", "--out", "b.onnx")
+    cli(*export, "--int8").expect(3, "changed since it was prepared")
+    cli(*export).expect(0, "agrees with PyTorch")
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:

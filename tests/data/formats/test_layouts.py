@@ -12,7 +12,7 @@ from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
-from ssdctl.data.annotations import Annotations, ClassName
+from ssdctl.data.annotations import Annotations, ClassName, split_of
 from ssdctl.data.check import duplicate_names
 from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
@@ -64,6 +64,21 @@ def test_a_supercategory_with_boxes_in_one_split_is_in_all(tmp_path: Path, split
     assert counts(root) == (5, 3)
 
 
+@pytest.mark.parametrize("name", ["tf_csv", "via_json", "createml_json", "open_images"])
+def test_errors_name_the_labels_of_the_split(tmp_path: Path, name: str) -> None:
+    splits = read(getattr(exports, name)(tmp_path))
+    named = {split_of(part.origin.relative_to(tmp_path).as_posix()) for part in splits.values()}
+    assert named == {*splits} == {"train", "val"}
+
+
+def test_classes_that_voc_loses_are_named(tmp_path: Path, cli: Cli) -> None:
+    label = {"images/a.png": None, "labels/a.txt": "0 .5 .5 .2 .2"}
+    exports.tree(tmp_path / "a", {"classes.txt": "x\nmoon", **label})
+    for target in ("coco", "voc"):
+        export = ("dataset", "export", tmp_path / "a", "--to", target, "--out", target)
+        assert ("VOC has no place for: moon" in cli(*export).expect(0).err) == (target == "voc")
+
+
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     root = exports.coco(tmp_path / "parts")
     for path in root.glob("annotations/*.json"):
@@ -94,6 +109,11 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
             {"photos/a.jpg": "", "b.JPG": ""},
             r"2 \.jpg files such as b\.JPG \(",
             "these images have no labels: draw",
+        ),
+        (
+            {"images/a.png": "", "labels/annotations.xml": "<annotations></annotations>"},
+            "xml",
+            "labels/annotations.xml",
         ),
         ({}, r"dataset.toml, annotations/\*\.json.*data\.yaml", "give the folder"),
     ],
