@@ -156,7 +156,7 @@ def _errors_of_last_time(root: Path, folder: Path, remembered: Conversion) -> It
         if name is None:
             raise
         try:
-            is_known = remembered.source is None or load(name).recognize(root)
+            is_known = bool(load(name).recognize(root)) or remembered.source is None
         except UsageError:
             text = f"{error} (the last time its format was {name}, which is not installed)"
             raise DataError(text, hint=error.hint) from None

@@ -111,8 +111,15 @@ def test_the_plugins_of_the_page_work(site: Path, tmp_path: Path, cli: Cli) -> N
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     trained = tmp_path / "run/checkpoints/last.pt"
     assert cli("evaluate", trained, "--split", "train", "--device", "host").code == 0
+    boxes = (tmp_path / "photos/boxes.txt").read_text()
     # Training needs the format no more; the error names the backbone that is absent.
+    prepare = ("prepare", "--data", "photos", "--no-pack", "--from", "auto")
+    cli(*prepare).expect(0)
     shutil.rmtree(site / "my_plugins-1.0.dist-info")
+    with (tmp_path / "photos/boxes.txt").open("a") as file:
+        file.write("\n")
+    cli(*prepare).expect(3, "its format was lines, which is not installed")
+    (tmp_path / "photos/boxes.txt").write_text(boxes)
     refused = cli("evaluate", trained, "--split", "train", "--device", "cpu")
     refused.expect(2, "its backbone 'plain' is not installed")
 
