@@ -61,7 +61,7 @@ LOCAL_FILES = "/local-files/?d="  # of a URL of Label Studio's server
 SERVED: tuple[str, ...] = (LOCAL_FILES,)  # the lead of its paths
 WHICH = (
     "choose their folder with --image-dir DIR, write paths below the dataset into the labels, or "
-    "move one of two in a folder away"
+    "move one of them away"
 )
 
 
