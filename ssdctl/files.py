@@ -111,6 +111,13 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
     return DiskError(f"{error.strerror} while {doing} {where}", hint=hint)
 
 
+def refusal_of_disk(error: object) -> DiskError | None:
+    """Return the error for an exception that is the file system's; None if it is another's."""
+    if not isinstance(error, OSError) or not error.errno or isinstance(error, ConnectionError):
+        return None
+    return disk_error(error, error.filename or "a file", "reading or writing")
+
+
 def unreadable(
     path: str | Path, error: Exception, wrong_file: type[SsdctlError] = DataError
 ) -> SsdctlError:

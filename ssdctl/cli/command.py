@@ -58,7 +58,7 @@ from ssdctl.config.settings import (
 )
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
-from ssdctl.files import disk_error
+from ssdctl.files import disk_error, refusal_of_disk
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.plugins import plugin_error
@@ -311,10 +311,10 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
         return UsageError(f"{text!r}: {problem}", hint=hint)
     if not isinstance(error, SsdctlError) and (full := memory_error(error)) is not None:
         return full
-    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+    if (refusal := refusal_of_disk(error)) is not None:
         if written and not error.filename:
             return disk_error(error, written, "writing")
-        return disk_error(error, error.filename or "a file", "reading or writing")
+        return refusal
     return library_error(error)
 
 

@@ -8,13 +8,17 @@ import inspect
 import operator
 import os
 import re
+import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.config.settings import Config, Kind, Setting, all_settings
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.files import refusal_of_disk
 from ssdctl.runtime.packages import torch_as_imported
 
 if TYPE_CHECKING:
@@ -105,6 +109,8 @@ def takes_settings(settings: type) -> Callable[[F], F]:
 class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
     """Around functions of the Python API: their expected errors print with their hints.
 
+    An error of the file system becomes a DiskError, unless code of the user's met it.
+
     Args:
         choices: The values of keywords that are no settings.
     """
@@ -114,9 +120,22 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, SsdctlError):
-            error.tell_python(functools.partial(keywords_of, choices=self._choices))
+    def __exit__(
+        self, kind: object, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        refusal = refusal_of_disk(error) if _is_own(stack) else None
+        expected = error if refusal is None else refusal
+        if isinstance(expected, SsdctlError):
+            expected.tell_python(functools.partial(keywords_of, choices=self._choices))
+        if refusal is not None:
+            raise refusal from error
+
+
+def _is_own(stack: TracebackType | None) -> bool:
+    """Return whether only ssdctl and the standard library are in a call, no observer or plugin."""
+    frames = (frame for frame, _ in traceback.walk_tb(stack))
+    modules = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    return modules <= {"ssdctl", *sys.stdlib_module_names}
 
 
 @contextlib.contextmanager

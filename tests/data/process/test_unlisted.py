@@ -11,6 +11,7 @@ import pytest
 from data.formats import exports
 from data.generator.writers import LAYOUTS
 
+import ssdctl
 from ssdctl.data.annotations import AUTOMATIC
 from ssdctl.data.dataset import read_dataset, resolve_images
 from ssdctl.errors import SsdctlError
@@ -28,6 +29,8 @@ def check(root: Path) -> None:
                 found = str(resolve_images(read_dataset(data, AUTOMATIC)))
             except (SsdctlError, PermissionError):
                 found = whole
+                with pytest.raises(SsdctlError):
+                    ssdctl.prepare(data, store=root / "store", force=True)
             if folder != data and data in folder.parents:
                 with pytest.raises(SsdctlError, match=f"listing .*{folder.name}"):
                     find_sources([str(data)], recursive=True)
