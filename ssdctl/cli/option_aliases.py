@@ -61,6 +61,7 @@ class AliasCommand(HelpCommand):
         words, templates = self.read_words(args), self.templates
         refuse(name, words)
         checkpoints, rewritten = list[str](), list[str]()
+        first: dict[str, tuple[str, str]] = {}  # the name and value of each option as typed
         for word in words:
             template = templates.get(word.flag, "")
             if template == POSITIONAL:
@@ -68,6 +69,7 @@ class AliasCommand(HelpCommand):
             elif template.endswith("=") and word.values:
                 option = self._choice_flag(template, word.values[0]) or template + word.values[0]
                 rewritten.append(option)
+                self._refuse_twice(option, word, first)
                 is_set = option.startswith("--set=")
                 self.typed[option if is_set else option.partition("=")[0]] = word.name
             elif template and not template.endswith("="):
@@ -78,6 +80,20 @@ class AliasCommand(HelpCommand):
             if IMPLIED.get(word.flag) in templates:
                 rewritten.append(IMPLIED[word.flag])
         return [*checkpoints, *rewritten]
+
+    def _refuse_twice(self, option: str, word: Word, first: dict[str, tuple[str, str]]) -> None:
+        """Add an option; raise UsageError if it takes one value and was given another."""
+        flag, _, value = option.partition("=")
+        name, other = first.setdefault(flag, (word.name, value))
+        if other != value and flag not in self.repeated:
+            again = "" if word.name == name else f"{word.name} "
+            problem = f"{name} is given twice: {other} and {again}{value}"
+            raise UsageError(problem, hint="give it once")
+
+    @functools.cached_property
+    def repeated(self) -> set[str]:
+        """The options that may be given several times."""
+        return {flag for p in self.params if getattr(p, "multiple", False) for flag in p.opts}
 
     def _choice_flag(self, template: str, value: str) -> str:
         """Return `--bf16` for `--dtype bf16`, so that both are refused together; else nothing."""
