@@ -27,7 +27,7 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error, msgspec_type
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 FORMAT: Final = 1
 # How the file of a network without a run begins: the first keys of the dictionary, one of the
@@ -268,8 +268,8 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
     """Raise ValueError if the classes are not those of a network of `num_classes` outputs."""
     if len(classes) + 1 != num_classes:
         raise ValueError(
-            f"{len(classes)} classes, but architecture.num_classes is {num_classes} with the "
-            "background"
+            f"{counted(len(classes), 'class')}, but architecture.num_classes is {num_classes} "
+            "with the background"
         )
     if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
         raise ValueError("classes: an id is out of bounds")

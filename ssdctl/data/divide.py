@@ -151,8 +151,9 @@ def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[n
     groups = list(names) if group is None else _groups(names, group)
     sizes = Counter(groups)
     if len(sizes) < count:
-        what = "images" if group is None else f"groups by --group {group}"
-        raise UsageError(f"--fold {fold}: {len(sizes):,} {what} cannot be divided in {count}")
+        what = counted(len(sizes), "image" if group is None else "group")
+        what += "" if group is None else f" by --group {group}"
+        raise UsageError(f"--fold {fold}: {what} cannot be divided in {count}")
     order = _shuffled(sizes)
     middles = np.cumsum([sizes[name] for name in order]) - [sizes[name] / 2 for name in order]
     parts = dict(zip(order, (middles * count / len(groups)).astype(int).tolist(), strict=True))

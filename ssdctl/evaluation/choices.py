@@ -312,7 +312,8 @@ def dataset_category_ids(
             return np.where(np.isin(labels, ids), labels, -1)
         if count == len(classes):
             return ids
-        difference = f"it has {count} classes without names, the dataset has {len(classes)}"
+        number = counted(count, "class")
+        difference = f"it has {number} without names, the dataset has {len(classes)}"
     raise IntegrityError(
         f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
         hint="name the dataset that it was trained on: --data DIR",

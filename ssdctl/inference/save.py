@@ -141,7 +141,8 @@ class CocoWriter(Writer):
         dataset, results = self.files()
         _write_json(dataset, document)
         _write_json(results, self._results)
-        return f"{len(self.entries)} images and {len(objects)} boxes in {dataset}"
+        images, boxes = counted(len(self.entries), "image"), counted(len(objects), "box")
+        return f"{images} and {boxes} in {dataset}"
 
 
 class YoloWriter(Writer):

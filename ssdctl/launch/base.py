@@ -23,7 +23,7 @@ from ssdctl.errors import DistributedError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.hardware import TpuType, find_hardware
 from ssdctl.runtime.plugins import LAUNCHERS
-from ssdctl.runtime.safe_text import redact_arguments
+from ssdctl.runtime.safe_text import counted, redact_arguments
 from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
@@ -241,9 +241,8 @@ def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
             f"but --devices-per-node is {config.devices_per_node}"
         )
     if config.hostfile is not None and len(request.hosts) < config.nodes:
-        raise UsageError(
-            f"--nodes {config.nodes}, but {config.hostfile} names {len(request.hosts)} host(s)"
-        )
+        hosts = counted(len(request.hosts), "host")
+        raise UsageError(f"--nodes {config.nodes}, but {config.hostfile} names {hosts}")
     for argument in (*request.command, *request.variables.values()):
         check_text(argument)
     return engine.build_job(request, node)

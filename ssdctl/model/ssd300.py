@@ -64,6 +64,7 @@ from ssdctl.model.postprocess import (
 from ssdctl.model.results import Result
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
+from ssdctl.runtime.safe_text import counted
 
 T = TypeVar("T")
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
@@ -555,7 +556,7 @@ def _padded_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return boxes (B, G, 4) in fractions of each image, and labels (B, G), 0 for padding."""
     if len(images) != len(targets):
-        raise UsageError(f"{len(images)} images, but {len(targets)} targets")
+        raise UsageError(f"{counted(len(images), 'image')}, but {counted(len(targets), 'target')}")
     boxes, labels = [], []
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
         if not isinstance(target, Mapping):

@@ -115,8 +115,9 @@ def quoted_folder(path: Path) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 image, 2 images."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """Return a number with its noun: 1 image, 2 images, 3 classes."""
+    ending = "es" if noun.endswith(("s", "x")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:

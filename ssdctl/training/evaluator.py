@@ -19,6 +19,7 @@ from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
+from ssdctl.runtime.safe_text import counted
 
 if TYPE_CHECKING:
     from ssdctl.data.annotations import Annotations
@@ -53,7 +54,8 @@ class EarlyStopping:
         if self._target is not None and self.ap is not None and self.ap >= self._target:
             return f"AP {self.ap:.3f} reached --target-ap {self._target:g}"
         if self._patience is not None and self._without_improvement >= self._patience:
-            return f"no better AP in {self._without_improvement} evaluations (--patience)"
+            tried = counted(self._without_improvement, "evaluation")
+            return f"no better AP in {tried} (--patience)"
         return None
 
 

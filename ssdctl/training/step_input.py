@@ -10,6 +10,7 @@ from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch, LoaderConfig
 from ssdctl.input.open import copy_ahead, open_input
+from ssdctl.runtime.safe_text import counted
 
 if TYPE_CHECKING:
     from ssdctl.data.store import Split
@@ -141,7 +142,7 @@ class BadImages:
         """Raise DataError if there are too many to trust the data; all ranks decide alike."""
         if (count := len(self._reported)) > self._limit:
             raise DataError(
-                f"{count} images could not be decoded, the limit is {self._limit}; "
+                f"{counted(count, 'image')} could not be decoded, the limit is {self._limit}; "
                 "the bad_image events in metrics.jsonl name them",
                 hint="fix the dataset; ssdctl prepare --data DIR --force then checks every image",
             )

@@ -42,7 +42,7 @@ from ssdctl.data.image_files import (
 )
 from ssdctl.errors import DataError
 from ssdctl.files import DistinctKeys, read_errors, read_limited, read_text
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
 NAME_FILES = ("classes.txt", "obj.names")
@@ -257,7 +257,7 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
     names = [*map(nfc, names)]
     count = content.get("nc", str(len(names)))
     if count != str(len(names)):
-        raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")
+        raise DataError(f"{path}: nc is {count}, but there are {counted(len(names), 'name')}")
     refuse(path, "class names occur twice", [n for n, c in Counter(names).items() if c > 1])
     return names
 
@@ -552,9 +552,8 @@ def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
             problem = f"{line[:60]!r}: expected a class number and fractions"
             raise DataError(f"{location}: {problem}") from None
         if index != label or not 0 <= label < len(names):
-            raise DataError(
-                f"{location}: class {index:g}, but there are {len(names)} names, from 0"
-            )
+            known = counted(len(names), "name")
+            raise DataError(f"{location}: class {index:g}, but there are {known}, from 0")
         left, top, right, bottom = _edges(numbers[:4] if keypoints else numbers, location)
         boxes.append(LabeledBox(names[label], left, top, right - left, bottom - top))
     return boxes
