@@ -58,6 +58,11 @@ ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
 COMMENT = re.compile("<!--.*?-->", re.DOTALL)
 ROOT_ELEMENT = re.compile(r"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
+# The declared encodings that the parser lacks, by Python's names; what says GB2312 is often GBK.
+EAST_ASIAN = {"gb2312": "gb18030", "gbk": "gb18030"} | {
+    name: name for name in ("gb18030", "big5", "shift_jis", "cp932", "euc_jp", "euc_kr", "cp949")
+}
+DECLARATION = re.compile(rb"""\A<\?xml\s[^>]*?\bencoding\s*=\s*["']([\w.-]+)["']""")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -208,21 +213,35 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
     """Return the root element of an XML file, with the names of elements without namespaces."""
     with read_errors(path):
         content = read_limited(path, max_bytes)
+        if encoding := _encoding_to_decode(content):
+            if not content.isascii() and content.decode(errors="ignore").encode() == content:
+                problem = "it declares another encoding, but is UTF-8"
+                raise DataError(f"{path}: {problem}", hint="correct its first line")
+            content = content.decode(encoding).encode()
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
     # with "<" is in an encoding that could hide them.
-    if is_utf16 := content.startswith(UTF16_MARKS):
-        content = content.decode("utf-16", "replace").encode()
     text = content.removeprefix(codecs.BOM_UTF8).lstrip()
     if not text.startswith(b"<") or any(mark in text for mark in FORBIDDEN):
         raise DataError(f"{path}: not plain XML, or it declares a document type")
     try:
-        root = ElementTree.fromstring(content.decode() if is_utf16 else content)
+        root = ElementTree.fromstring(content.decode() if encoding else content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         hint = None if isinstance(error, ElementTree.ParseError) else "convert it to UTF-8"
         raise DataError(f"{path}: broken XML: {error}", hint=hint) from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root
+
+
+def _encoding_to_decode(content: bytes) -> str | None:
+    """Return the encoding of XML that the parser, or the search for declarations, cannot read."""
+    if content.startswith(UTF16_MARKS):
+        return "utf-16"
+    declared = DECLARATION.match(content)
+    try:
+        return EAST_ASIAN.get(codecs.lookup(declared[1].decode()).name) if declared else None
+    except LookupError:  # the parser says so
+        return None
 
 
 def root_element(path: Path) -> str:

@@ -190,6 +190,7 @@ class _Listable:
 
     def __init__(self, base: PurePosixPath, paths: list[PurePosixPath], finder: ImageFinder):
         tops = {base.joinpath(*path.parent.relative_to(base).parts[:1]) for path in paths}
+        self._base = base
         self.top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
         self._lead = (*STANDARD[:-1], self.top.name)  # folders that a name may begin with
         self._finder = finder
@@ -223,10 +224,20 @@ class _Listable:
                 f"names of lists found in folders of XML files: {len(below):,}, as {first}"
             )
         absent = {name: _Xml(self.top / f"{name}.xml", self.top, name, False) for name in names}
-        own = {name: other if name in self else name for name, other in found.items()}
+        own = {
+            name: other if name in self and not self._is_image(name) else name
+            for name, other in found.items()
+        }
         return absent | {
             name: _Xml(self._by_name[other], self.top, own[name]) for name, other in found.items()
         }
+
+    def _is_image(self, name: str) -> bool:
+        """Return whether a name is the path of an image from the folder of the lists."""
+        files = map(PurePosixPath, self._finder.with_stem(_base(name)))
+        return any(
+            nfc(f.with_name(_base(name)).as_posix()) == f"{self._base / name}" for f in files
+        )
 
     def _own(self, name: str) -> str:
         """Return the path below Annotations, also of one that begins with JPEGImages."""

@@ -218,6 +218,7 @@ def voc_xml(picture: Picture, folder: str, world: World) -> str:
     if "no filename" not in world.flags:
         named += f"<filename>{escape(file)}</filename>"
     top = '<annotation xmlns="http://x.org/voc">' if "namespace" in world.flags else "<annotation>"
+    top = f'<?xml version="1.0" encoding="GB2312"?>\n{top}' if "gbk" in world.flags else top
     return (
         f"{top}{named}<size><width>{picture.width}</width><height>{picture.height}</height>"
         f"<depth>3</depth></size><segmented>0</segmented>{objects}</annotation>"
@@ -236,7 +237,9 @@ def voc(world: World, tree: Tree, images: str, labels: str, lists: str = "") -> 
             stems.append(next((names[flag] for flag in names if flag in world.flags), stem))
             if picture.things or not (lists and "no empty files" in world.flags):
                 folder = posixpath.dirname(path).rpartition("/")[2]
-                tree.write(label, voc_xml(picture, folder, world))
+                content = voc_xml(picture, folder, world)
+                is_gbk = "gbk" in world.flags
+                tree.write(label, content.encode("gb18030") if is_gbk else content)
             if "foreign files" in world.flags:  # of GDAL
                 tree.write(f"{label.rpartition('.')[0]}.0.aux.xml", "<PAMDataset/>")
         if lists:
@@ -488,7 +491,8 @@ _DARKNET = _YOLO._replace(flags=("no empty files", "data is the file"), shared=T
 _YOLO_WORDS = _YOLO._replace(flags=("polygons",), named=False)
 _YOLO_1 = _YOLO_WORDS._replace(splits=_ONE)
 _VOC = Layout(
-    ("no folder", "no filename", "upper case", "foreign files", "namespace", "turned"), crowds=True
+    ("no folder", "no filename", "upper case", "foreign files", "namespace", "turned", "gbk"),
+    crowds=True,
 )
 _VOC_LISTS = _with(_VOC, "no empty files", "paths", "pairs", shared=True)
 _VOC_1 = _VOC._replace(splits=_ONE, folders=False)
