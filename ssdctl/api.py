@@ -18,6 +18,7 @@ from ssdctl.config.call import (
     PathLike,
     TrainSettings,
     hints_in_messages,
+    named_path,
     override_of,
     overrides_of,
     public_call,
@@ -290,7 +291,7 @@ def evaluate(
         config = resolve_call(config, given, "data", "evaluate")
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
         if report is not None:
-            make_report_dir(Path(report))
+            make_report_dir(named_path("report", report))
 
     def write(evaluation: Evaluation) -> None:
         if report is not None:
@@ -302,7 +303,7 @@ def evaluate(
         [file],
         config,
         progress=_progress(progress),
-        detections_file=None if detections is None else Path(detections),
+        detections_file=None if detections is None else named_path("detections", detections),
         is_distributed=distributed,
         on_scored=write,
     )
@@ -378,7 +379,9 @@ def export(
 
     return export_checkpoint(
         checkpoint,
-        ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
+        ExportRequest(
+            format, named_path("out", out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss
+        ),
         config,
         progress=_progress(progress),
     )
@@ -404,8 +407,8 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     if not runs or isinstance(runs[0], list | tuple):
         hint = 'write ssdctl.report("runs/first", "runs/second")'
         raise UsageError("report: name one or more runs", hint=hint)
-    target = default_report(runs) if out is None else Path(out)
-    write_report(open_runs([Path(run) for run in runs]), target)
+    target = default_report(runs) if out is None else named_path("out", out)
+    write_report(open_runs([named_path("a run", run) for run in runs]), target)
     return target
 
 

@@ -59,6 +59,9 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
         (ssdctl.export, {"int8": True, "max_ap_loss": "0.1"}, "max_ap_loss '0.1'"),
         (ssdctl.export, {"int8": True, "max_ap_loss": float("nan")}, "max_ap_loss nan"),
         (ssdctl.export, {"out": "."}, "is a folder"),
+        (ssdctl.export, {"out": ""}, "out is empty"),
+        (lambda run, **_: ssdctl.load(""), {}, "empty"),
+        (lambda run, **_: ssdctl.load(ssdctl.SSD300), {}, "a type"),
         (lambda run, **_: ssdctl.report([run]), {}, "report"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 from ssdctl.config import Config
+from ssdctl.config.call import LEAVE_OUT
 from ssdctl.config.resolve import Override, resolve
 from ssdctl.config.settings import Kind, Source
 from ssdctl.download.fetch import (
@@ -68,7 +69,7 @@ def locate_checkpoint(source: Named, *, mirror: str | None = None) -> Path | nn.
             use, or is not a checkpoint.
     """
     if not isinstance(source, str | os.PathLike):
-        if hasattr(source, "state_dict"):
+        if hasattr(source, "state_dict") and not isinstance(source, type):
             return source
         raise UsageError(
             f"a {type(source).__name__} is not a checkpoint",
@@ -87,7 +88,8 @@ def locate_checkpoint(source: Named, *, mirror: str | None = None) -> Path | nn.
 
 def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
     """Return the file, Hub model or detector that a name refers to, without fetching it."""
-    name = os.fspath(source)
+    if not (name := os.fspath(source)):
+        raise UsageError("the checkpoint's name is empty", hint=LEAVE_OUT)
     if is_reference(name):
         return parse_reference(name)
     path = Path(source)

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file
+LEAVE_OUT = "give a value, or leave it out"
 # Keywords that are not the names of their settings.
 KEYWORDS = {
     "data": "data.root",
@@ -226,8 +228,15 @@ def override_of(path: str, value: Any, label: str) -> Override:
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
         value = value.tolist()
     if value == "":
-        raise UsageError(f"{label} is empty", hint="give a value, or leave it out")
+        raise UsageError(f"{label} is empty", hint=LEAVE_OUT)
     return Override(path, list(value) if isinstance(value, tuple) else value, of_call(label))
+
+
+def named_path(name: str, value: PathLike) -> Path:
+    """Return an argument that is a path; an empty one would be the working folder."""
+    if os.fspath(value) == "":
+        raise UsageError(f"{name} is empty", hint=LEAVE_OUT)
+    return Path(value)
 
 
 def whole_number(name: str, value: Any, most: int | None = None) -> int:

@@ -86,7 +86,8 @@ ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would ha
 ERROR_NAMES = {kind: name for kind, (name, _, _) in ERRORS.items()}
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 NEGLIGIBLE_GAIN = 0.005  # AP50
-BARELY_TRAINED = 0.02  # AP50 below which the types of errors say nothing
+BARELY_TRAINED = 0.02  # AP50 below which the types of errors say nothing,
+CLEAR_GAIN = 0.5  # AP50, unless one of them explains most of it
 
 
 def score(
@@ -279,9 +280,10 @@ def diagnosis(evaluation: Evaluation) -> str:
         return "There is nothing to score: the images have no objects."
     if not evaluation.about.detections:
         return "Nothing was detected: train longer, or lower the score threshold."
-    if evaluation.metrics.get("AP50", 0) < BARELY_TRAINED:
-        return "Almost no detection is right yet: train longer."
     worst = max(evaluation.errors, key=lambda e: e.delta_ap, default=None)
+    is_clear = worst is not None and worst.delta_ap >= CLEAR_GAIN
+    if evaluation.metrics.get("AP50", 0) < BARELY_TRAINED and not is_clear:
+        return "Almost no detection is right yet: train longer."
     if worst is None or worst.delta_ap < NEGLIGIBLE_GAIN:
         return f"No type of error costs more than {NEGLIGIBLE_GAIN} AP50."
     remedy = ERRORS[worst.kind][2] if worst.kind in ERRORS else worst.kind

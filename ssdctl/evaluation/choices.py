@@ -162,7 +162,7 @@ def warn_of_images(
 ) -> list[str]:
     """Log the warnings of a split, and whether the run may have trained on its images."""
     if part := (checkpoint.run_settings or {}).get("train.overfit"):
-        log.info("training computed its AP on %s of its training images (--overfit)", part)
+        log.info("training computed its AP on its training images (--overfit %s)", part)
     warnings = [*splits[name].warnings]
     if held is not None or name != "train":  # else the user asks for training images
         is_divided = name != "test"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.config.call import hints_in_messages
+from ssdctl.config.call import hints_in_messages, named_path
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.drawing import Rectangle, draw, save_image
 from ssdctl.errors import SsdctlError, import_package
@@ -189,8 +189,9 @@ class Result:
             DataError: The image no longer exists, or is too large for the format.
             DiskError: The file cannot be written.
         """
-        save_image(self.plot(line_width=line_width, labels=labels, scores=scores), Path(path))
-        return Path(path)
+        file = named_path("path", path)
+        save_image(self.plot(line_width=line_width, labels=labels, scores=scores), file)
+        return file
 
     def _repr_png_(self) -> bytes | None:
         """Return the plot for a notebook, reduced if it is large."""

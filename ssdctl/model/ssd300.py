@@ -42,7 +42,7 @@ from ssdctl.checkpoint.format import (
     is_state,
 )
 from ssdctl.checkpoint.third_party import has_own_weights, state_of
-from ssdctl.config.call import hints_in_messages, public_call
+from ssdctl.config.call import hints_in_messages, named_path, public_call
 from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
@@ -248,7 +248,7 @@ class SSD300(nn.Module):
                 another format, or the file exists and is no network that `save` wrote.
             ssdctl.errors.DiskError: The file cannot be written.
         """
-        file, classes = Path(path), self.classes
+        file, classes = named_path("path", path), self.classes
         if class_names is not None:
             classes = self._classes_of(class_names)
         if len(classes) != self.num_classes - 1:

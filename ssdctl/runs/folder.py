@@ -256,7 +256,7 @@ def data_name(settings: Mapping[str, Any]) -> str:
         return "fake"
     root, part = settings.get("data.root"), settings.get("train.overfit")
     name = dataset_name(Path(str(root))) if root else ""
-    return f"{name} (overfit: {part} images)" if name and part else name
+    return f"{name} (--overfit {part})" if name and part else name
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ssdctl.config.call import hints_in_messages
+from ssdctl.config.call import hints_in_messages, named_path
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
 from ssdctl.config.settings import DEFAULT, Config, Kind, Source, all_settings
@@ -109,8 +109,9 @@ class Run:
         ssdctl.errors.DataError: By the properties: one of its files is broken.
     """
 
+    @hints_in_messages()
     def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = named_path("path", path)
         self.name = self.path.resolve().name if name is None else name
         self._files = RunDir(self.path)
 

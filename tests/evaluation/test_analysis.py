@@ -90,6 +90,8 @@ def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
     assert cat.intervals["AP"] == (0.3976, 1)  # 4 hits in 4 trials (Clopper and Pearson)
     absent = evaluation(tmp_path, RIGHT, {"image_id": 0, "category_id": 7, "bbox": [9, 9, 9, 9]})
     assert "missed objects would gain most: +0.500" in diagnosis(absent)  # as tidecv 1.0.1
+    swapped = evaluation(tmp_path, [(image, 7, box, s) for image, _, box, s in RIGHT])
+    assert diagnosis(swapped).startswith(ERRORS["Cls"][2])
 
 
 def test_calibration_counts_true_positives(tmp_path: Path) -> None:

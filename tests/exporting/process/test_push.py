@@ -139,7 +139,7 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
 def test_the_data_of_a_run_is_named() -> None:
     settings = {"data.root": "/a/photos", "train.overfit": None, "train.fake_data": False}
     assert data_name(settings) == "photos"
-    assert data_name({**settings, "train.overfit": 4}) == "photos (overfit: 4 images)"
+    assert data_name({**settings, "train.overfit": 4}) == "photos (--overfit 4)"
     assert data_name({**settings, "train.fake_data": True}) == "fake"
     assert data_name({}) == ""
 
