@@ -125,7 +125,9 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
     def __exit__(
         self, kind: object, error: BaseException | None, stack: TracebackType | None
     ) -> None:
-        refusal = refusal_of_disk(error) if _is_own(stack) else None
+        refusal = refusal_of_disk(error)
+        if refusal is not None and not _is_own(stack):
+            return
         expected = error if refusal is None else refusal
         if isinstance(expected, SsdctlError):
             expected.tell_python(functools.partial(keywords_of, choices=self._choices))
