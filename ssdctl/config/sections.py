@@ -467,7 +467,10 @@ class KubernetesConfig(Section, frozen=True):
         str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
     ] = None
 
-    name: Annotated[str | None, _name("Job name [default: ssdctl-XXXXXX]")] = None
+    name: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[a-z]([a-z0-9-]{0,50}[a-z0-9])?$")] | None,
+        _name("Job name of a-z, 0-9 and - [default: ssdctl-XXXXXX]"),
+    ] = None
     namespace: Annotated[str | None, _name("Namespace [default: kubectl's]")] = None
     image: Annotated[str | None, setting("Container image of all pods", metavar="IMAGE")] = None
     pull_policy: Annotated[
