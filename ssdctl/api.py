@@ -303,7 +303,7 @@ def evaluate(
         [file],
         config,
         progress=_progress(progress),
-        detections_file=None if detections is None else named_path("detections", detections),
+        detections_file=None if detections is None else Path(detections),
         is_distributed=distributed,
         on_scored=write,
     )

@@ -23,6 +23,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,17 @@ def refusal_of_disk(error: object) -> DiskError | None:
     if not isinstance(error, OSError) or not error.errno or isinstance(error, ConnectionError):
         return None
     return disk_error(error, error.filename or "a file", "reading or writing")
+
+
+def own_refusal_of_disk(error: BaseException | None) -> DiskError | None:
+    """Return the same for an exception that only ssdctl met, no observer or plugin."""
+    if error is None or (refusal := refusal_of_disk(error)) is None:
+        return None
+    if getattr(error, "is_users", False):
+        return None
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    return refusal if modules <= {"ssdctl", *sys.stdlib_module_names} else None
 
 
 def unreadable(

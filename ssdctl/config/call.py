@@ -8,18 +8,15 @@ import inspect
 import operator
 import os
 import re
-import sys
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.config.settings import Config, Kind, Setting, all_settings
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.files import refusal_of_disk
+from ssdctl.files import own_refusal_of_disk
 from ssdctl.runtime.packages import torch_as_imported
 
 if TYPE_CHECKING:
@@ -122,24 +119,13 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
-        refusal = refusal_of_disk(error)
-        if refusal is not None and not _is_own(stack):
-            return
+    def __exit__(self, kind: object, error: BaseException | None, stack: object) -> None:
+        refusal = own_refusal_of_disk(error)
         expected = error if refusal is None else refusal
         if isinstance(expected, SsdctlError):
             expected.tell_python(functools.partial(keywords_of, choices=self._choices))
         if refusal is not None:
             raise refusal from error
-
-
-def _is_own(stack: TracebackType | None) -> bool:
-    """Return whether only ssdctl and the standard library are in a call, no observer or plugin."""
-    frames = (frame for frame, _ in traceback.walk_tb(stack))
-    modules = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    return modules <= {"ssdctl", *sys.stdlib_module_names}
 
 
 @contextlib.contextmanager

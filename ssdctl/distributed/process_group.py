@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from ssdctl.device import Device
 from ssdctl.distributed import Ranks, find_ranks, interface_for_peers, require_port
 from ssdctl.errors import DistributedError, SsdctlError, Stopped
+from ssdctl.files import own_refusal_of_disk
 from ssdctl.runtime import signals
 from ssdctl.runtime.system import run_in_daemon_thread, stdout_to_stderr, with_defaults
 
@@ -84,7 +85,9 @@ class JoinedRanks(Ranks):
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves, unless another one failed before."""
-        if not isinstance(error, SsdctlError):
+        if (refusal := own_refusal_of_disk(error)) is not None:
+            error = refusal
+        elif not isinstance(error, SsdctlError):
             text = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
             hint = "its log or traceback says where"
             error = DistributedError(f"rank {self.rank} failed: {text}", hint=hint)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, overload
 
 from PIL import Image
@@ -139,7 +139,7 @@ class Predictor:
                 )
             batch_size = whole_number("batch_size", batch_size)
             if items is images and not isinstance(images, list | tuple):
-                items = map(unshared, images)
+                items = _given(images)
             stream = detect_ahead(
                 self._detector, items, self._prepare, batch_size=batch_size, threads=usable_cores()
             )
@@ -164,6 +164,16 @@ class Predictor:
     def __repr__(self) -> str:
         classes = len(self._detector.classes)
         return f"Predictor({self._source}, {classes} classes, {self._detector.backend.device.name})"
+
+
+def _given(images: Iterable[OneImage]) -> Iterator[OneImage]:
+    """Yield the user's images; a refusal of the file system in between stays as it is."""
+    try:
+        for image in images:
+            yield unshared(image)
+    except OSError as error:
+        vars(error)["is_users"] = True
+        raise
 
 
 def open_detector(

@@ -58,9 +58,13 @@ ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 MAX_SEARCHED_BYTES = 1 << 26  # of a file with a word elsewhere, such as after many points
 COMMENT = re.compile("<!--.*?-->", re.DOTALL)
 ROOT_ELEMENT = re.compile(r"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
-# The declared encodings that the parser lacks, by Python's names; what says GB2312 is often GBK.
-EAST_ASIAN = {"gb2312": "gb18030", "gbk": "gb18030"} | {
-    name: name for name in ("gb18030", "big5", "shift_jis", "cp932", "euc_jp", "euc_kr", "cp949")
+# The encodings that the parser lacks, by Python's names, and what Windows writes under these names.
+EAST_ASIAN = {
+    **dict.fromkeys(("gb2312", "gbk", "gb18030"), "gb18030"),
+    **dict.fromkeys(("big5", "big5hkscs", "cp950"), "big5hkscs"),
+    **dict.fromkeys(("shift_jis", "cp932"), "cp932"),
+    **dict.fromkeys(("euc_kr", "cp949"), "cp949"),
+    "euc_jp": "euc_jp",
 }
 DECLARATION = re.compile(rb"""\A<\?xml\s[^>]*?\bencoding\s*=\s*["']([\w.-]+)["']""")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -214,10 +218,7 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
     with read_errors(path):
         content = read_limited(path, max_bytes)
         if encoding := _encoding_to_decode(content):
-            if not content.isascii() and content.decode(errors="ignore").encode() == content:
-                problem = "it declares another encoding, but is UTF-8"
-                raise DataError(f"{path}: {problem}", hint="correct its first line")
-            content = content.decode(encoding).encode()
+            content = _decoded(path, content, encoding).encode()
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
     # with "<" is in an encoding that could hide them.
     text = content.removeprefix(codecs.BOM_UTF8).lstrip()
@@ -231,6 +232,17 @@ def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root
+
+
+def _decoded(path: Path, content: bytes, encoding: str) -> str:
+    text = content.decode(errors="ignore")
+    if text.encode() == content and max(text) > "\u07ff":  # no accident: three bytes each
+        problem = "it declares another encoding, but is UTF-8"
+        raise DataError(f"{path}: {problem}", hint="correct its first line")
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: broken XML: {error}", hint="convert it to UTF-8") from None
 
 
 def _encoding_to_decode(content: bytes) -> str | None:

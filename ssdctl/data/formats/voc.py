@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -223,21 +224,38 @@ class _Listable:
             notes.append(
                 f"names of lists found in folders of XML files: {len(below):,}, as {first}"
             )
-        absent = {name: _Xml(self.top / f"{name}.xml", self.top, name, False) for name in names}
-        own = {
-            name: other if name in self and not self._is_image(name) else name
-            for name, other in found.items()
-        }
-        return absent | {
-            name: _Xml(self._by_name[other], self.top, own[name]) for name, other in found.items()
-        }
+        xmls = {name: _Xml(self.top / f"{name}.xml", self.top, name, False) for name in names}
+        for name, other in found.items():
+            own = other if name in self else name
+            xmls[name] = _Xml(self._by_name[other], self.top, own)
+        means = self._images_of(names)
+        return {name: xml._replace(name=means.get(name, xml.name)) for name, xml in xmls.items()}
 
-    def _is_image(self, name: str) -> bool:
-        """Return whether a name is the path of an image from the folder of the lists."""
-        files = map(PurePosixPath, self._finder.with_stem(_base(name)))
-        return any(
-            nfc(f.with_name(_base(name)).as_posix()) == f"{self._base / name}" for f in files
-        )
+    @cached_property
+    def _images(self) -> set[str]:
+        """The paths of images in usual folders beside the lists, without suffix."""
+        below = (f"{self._base / folder}/" for folder in STANDARD if folder)
+        lead, start = tuple(map(nfc, below)), len(nfc(f"{self._base / 'x'}")) - 1
+        names = (name for name in map(nfc, self._finder.files) if name.startswith(lead))
+        return {name[start : name.rindex("/") + 1] + stem_of(_base(name)) for name in names}
+
+    def _images_of(self, names: set[str]) -> dict[str, str]:
+        """Return the paths of these images that names mean: in the folder that has most of them."""
+        means: dict[str, str] = {}
+        own = {name: [f"{f}/{self._own(name)}" for f in STANDARD if f] for name in names}
+        found = {name: [path for path in own[name] if path in self._images] for name in names}
+        counts = Counter(path.partition("/")[0] for paths in found.values() for path in paths)
+        for name, paths in found.items():
+            by_count = {counts[path.partition("/")[0]]: path for path in paths}
+            if name in self._images:
+                means[name] = name
+            elif by_count and len(by_count) == len(paths):
+                means[name] = by_count[max(by_count)]
+        return means
+
+    def is_both(self, image: str, xml: str) -> bool:
+        """Return whether a line names an image and its XML file."""
+        return image in self._images and xml in self and self._own(image) == self._own(xml)
 
     def _own(self, name: str) -> str:
         """Return the path below Annotations, also of one that begins with JPEGImages."""
@@ -298,7 +316,8 @@ def _stems(path: Path, listable: _Listable, finder: ImageFinder) -> list[str]:
         line = nfc(line.strip().replace("\\", "/"))
         word = re.sub(r"(\s+-?\d+)+$", "", line)
         image, xml = map(_stem, _pair(word))
-        names = (line, word, xml if xml in listable else image)
+        other = xml if xml in listable and not listable.is_both(image, xml) else image
+        names = (line, word, other)
         if name := next(filter(is_name, names), ""):
             words.append(name)
         elif line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
