@@ -37,7 +37,7 @@ OPTIONS = ("classes", "group", "read-only", "later val", "other categories", "ot
 STRAY = "a stray copy"
 DECOYS = (
     *("aaa", "overlay", "SegmentationClassVisualization", "masks", "zz detections", "old/photos"),
-    *("annotations/trimaps", "labels", STRAY),
+    *("annotations/trimaps", "Annotations", "labels", STRAY),
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.
