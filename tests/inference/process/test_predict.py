@@ -128,6 +128,8 @@ def test_a_stream_of_images(predictor: Predictor, image_files: list[Path]) -> No
     assert len(next(broken)) > 0
     with pytest.raises(DataError):
         next(broken)
+    with pytest.raises(FileNotFoundError):  # the caller's, also without a line of its own
+        list(predictor.predict_iter(map(Path.read_bytes, [Path("none.jpg")])))
     for size in (0, -1, 2.0, None):  # a batch of 0 would end the stream at once
         with pytest.raises(UsageError, match=f"batch_size {size}"):
             next(predictor.predict_iter(image_files, batch_size=size))  # type: ignore[arg-type]
