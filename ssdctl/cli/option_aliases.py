@@ -61,46 +61,23 @@ class AliasCommand(HelpCommand):
         words, templates = self.read_words(args), self.templates
         refuse(name, words)
         checkpoints, rewritten = list[str](), list[str]()
-        first: dict[str, tuple[str, str]] = {}  # the name and value of each option as typed
         for word in words:
             template = templates.get(word.flag, "")
             if template == POSITIONAL:
                 checkpoints += word.values
-                self._refuse_twice(f"{POSITIONAL}{word.values[0]}", word, first)
             elif template.endswith("=") and word.values:
                 option = self._choice_flag(template, word.values[0]) or template + word.values[0]
                 rewritten.append(option)
-                chosen = option if "=" in option else f"{word.flag}={word.values[0]}"
-                self._refuse_twice(chosen, word, first)
                 is_set = option.startswith("--set=")
                 self.typed[option if is_set else option.partition("=")[0]] = word.name
             elif template and not template.endswith("="):
                 rewritten.append(template)
-                self._refuse_twice(template, word, first)
                 self.typed[template.partition("=")[0]] = word.name
             else:
                 rewritten += word.typed
             if IMPLIED.get(word.flag) in templates:
                 rewritten.append(IMPLIED[word.flag])
         return [*checkpoints, *rewritten]
-
-    def _refuse_twice(self, option: str, word: Word, first: dict[str, tuple[str, str]]) -> None:
-        """Add an option; raise UsageError if it takes one value and was given another."""
-        flag, _, value = option.partition("=")
-        name, other = first.setdefault(flag, (word.name, value))
-        if other != value and flag not in self.repeated:
-            if word.name != name:
-                raise UsageError(f"{name} and {word.name}: give one of them")
-            raise UsageError(f"{name} is given twice: {other} and {value}", hint="give it once")
-
-    @functools.cached_property
-    def repeated(self) -> set[str]:
-        """The options that may be given several times; "" is the first argument."""
-        many = [p for p in self.params if getattr(p, "multiple", False)]
-        last = {flag for s in self.settings if s.is_list and not s.is_joined for flag in s.flags}
-        arguments = [p for p in self.params if p.param_type_name == "argument"]
-        is_many = any("..." in str(p.metavar).split()[0] for p in arguments[:1])
-        return {flag for p in many for flag in p.opts}.difference(last).union([""] * is_many)
 
     def _choice_flag(self, template: str, value: str) -> str:
         """Return `--bf16` for `--dtype bf16`, so that both are refused together; else nothing."""

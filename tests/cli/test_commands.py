@@ -25,7 +25,6 @@ MISTAKES = [
     ("benchmark train --backbone-weights none", 2, "--backbone-weights"),
     ("export text.pt --format mlperf --out x", 5, "text.pt"),
     ("prepare --split 80", 2, "80% is 0.8"),
-    ("prepare --data dataset --data other", 2, "--data is given twice"),
     ("prepare --data dataset --split 0.9", 2, "has validation images already"),
     ("prepare --data dataset --classes bal", 2, "did you mean 'ball'"),
     ("prepare --data dataset --keep-damaged", 2, "--verify-images"),
