@@ -305,9 +305,11 @@ class NonFiniteGuard:
         self._rollbacks += self.policy == "rollback"
         has_diverged = self._consecutive >= MAX_CONSECUTIVE or self._rollbacks > MAX_ROLLBACKS
         if self.policy == "stop" or has_diverged:
+            number = f", {self._consecutive} in a row" * (self._consecutive >= MAX_CONSECUTIVE)
+            number += f", after {MAX_ROLLBACKS} rollbacks" * (self._rollbacks > MAX_ROLLBACKS)
             raise NonFiniteError(
-                f"step {bad[0].step}: the loss or a gradient is NaN or infinite "
-                f"({len(bad)} such steps up to step {bad[-1].step}); their images are in {where}",
+                f"step {bad[0].step}: the loss or a gradient is NaN or infinite ({len(bad)} such "
+                f"steps up to step {bad[-1].step}{number}); their images are in {where}",
                 hint="they changed no weight: lower --lr, lengthen --warmup or set "
                 "--clip-grad, and resume from the last checkpoint with --resume-changed",
             )

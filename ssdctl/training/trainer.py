@@ -754,7 +754,8 @@ class Trainer:
         self.evaluator.rewind(self._past_evaluations())
         self._update_links()
         self._save()  # so that a resumed run skips the offending images too
-        log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
+        text = "rolled back to %s (step %d); the next images follow"
+        log.warning(text, checkpoint.path, self.step)
 
     def _finish(self) -> None:
         # A signal that came in the meantime is handled.
